@@ -1,0 +1,65 @@
+# The one list of commands. Continuous integration and the documentation only call these.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+EXTENSION := $(VENV)/.extension
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find core-rs -name '*.rs' -o -name Cargo.toml)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test test-rust test-python lint format bench docs clean
+
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(INSTALLED) $(EXTENSION) ## create .venv and install everything, extension included
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v cargo >/dev/null || { echo "cargo not found: install a Rust toolchain (rustup, stable)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; try make PYTHON=python3.12"; exit 1; }
+	@echo "Installing into $(VENV); torch is several gigabytes, so the first time takes minutes."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet --constraint constraints.txt --group dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[torch]"
+	@touch $(INSTALLED) $(EXTENSION)
+
+$(EXTENSION): $(INSTALLED) $(RUST_SOURCES)
+	$(BIN)/maturin develop --quiet --release --skip-install
+	@touch $(EXTENSION)
+
+build: setup ## rebuild the extension if its sources have changed
+
+demo: setup ## train the arithmetic model; options in ARGS, e.g. make demo ARGS="--seed 2"
+	$(BIN)/python examples/arithmetic.py $(ARGS)
+
+test: lint test-rust test-python ## every check and every test
+
+test-rust: ## tests of the Rust core
+	cargo test --workspace --exclude staleflow-py --quiet
+
+test-python: setup ## tests of the Python package; options in ARGS, e.g. make test-python ARGS="-k ledger"
+	$(BIN)/pytest $(ARGS)
+
+lint: setup ## formatting, lints and types, Rust and Python
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --quiet -- --deny warnings
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest staleflow._core
+
+format: setup ## format all sources
+	cargo fmt --all
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup ## overhead of the controller, as ratios against baselines of the same run
+	$(BIN)/python benches/overhead.py
+
+docs: setup ## API documentation, Python in target/docs, Rust in target/doc
+	$(BIN)/pdoc --output-directory target/docs staleflow
+	cargo doc --workspace --no-deps --quiet
+
+clean: ## remove everything that was built or installed here
+	rm -rf $(VENV) target .cache staleflow/*.so .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,118 @@
+//! The staleness ledger: which group may begin, which batch may be trained, and no finished group ever wasted.
+//!
+//! ```text
+//!             admit               finish              consume              publish
+//! (refused) <------- running ---------------> complete -------> leased ---------------> trained
+//!                       |                      |    |            |  ^
+//!                       +--------> aborted <---+    +-> filtered +--+ release, consume again
+//! ```
+//!
+//! It knows versions, deadlines and counts. It refuses to know what a group contains, which engine runs it, what
+//! time it is and what the trainer computes.
+
+mod admission;
+pub mod config;
+mod group;
+mod lease;
+mod progress;
+mod snapshot;
+mod statistics;
+mod window;
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+pub use self::admission::Refusal;
+pub use self::config::LedgerConfig;
+pub use self::lease::Lease;
+pub use self::progress::Finish;
+pub use self::statistics::Statistics;
+
+use self::admission::Gate;
+use self::group::Group;
+use self::lease::Training;
+use self::window::Window;
+use crate::ids::{Batch, GroupId, Version};
+
+/// Keeps every consumed token within `max_staleness` published versions of the batch that trains on it.
+///
+/// **Invariant.** Every live group has a version `V` that none of its tokens is older than, and a place in some
+/// batch up to its deadline `V + max_staleness`:
+///
+/// - running and complete groups satisfy the capacity law of `Window`, counted from the first batch that no
+///   lease fills;
+/// - leased groups fill batch `published`, and none of them was due before it.
+///
+/// Admission keeps it by refusing; consumption keeps it by waiting until the batch can be filled with complete
+/// groups that leave the law true for the rest; nothing else adds a group or brings a deadline forward. A place is
+/// therefore never taken away again, and finished work is never discarded for age.
+///
+/// **Accounting law.** The admitted groups are exactly the trained, filtered, aborted, expired, running, complete
+/// and leased ones. See [`Statistics`].
+#[derive(Debug, Clone)]
+pub struct Ledger {
+    books: Books,
+    /// Derived from the books: the groups that are neither leased nor ended, by deadline.
+    window: Window,
+}
+
+/// Everything a snapshot has to keep.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Books {
+    config: LedgerConfig,
+    gate: Gate,
+    published: Version,
+    training: Training,
+    next_id: GroupId,
+    groups: BTreeMap<GroupId, Group>,
+    filtered: BTreeMap<String, u64>,
+    aborted: BTreeMap<String, u64>,
+    late_completions: u64,
+}
+
+impl Ledger {
+    /// An empty ledger at version 0.
+    #[must_use]
+    pub fn new(config: LedgerConfig) -> Self {
+        let books = Books {
+            config,
+            gate: Gate::Open,
+            published: Version(0),
+            training: Training::Idle,
+            next_id: GroupId(1),
+            groups: BTreeMap::new(),
+            filtered: BTreeMap::new(),
+            aborted: BTreeMap::new(),
+            late_completions: 0,
+        };
+        Self { books, window: Window::new(config.batch_size(), Batch(0)) }
+    }
+
+    /// The sizes and the bound.
+    #[must_use]
+    pub fn config(&self) -> &LedgerConfig {
+        &self.books.config
+    }
+
+    /// The newest version that engines can pull.
+    #[must_use]
+    pub fn published(&self) -> Version {
+        self.books.published
+    }
+
+    /// The batch that the next [`Ledger::consume`] hands out. One ahead of the published version while a batch is
+    /// being trained, equal to it otherwise.
+    #[must_use]
+    pub fn next_batch(&self) -> Batch {
+        let published = Batch(self.books.published.0);
+        match self.books.training {
+            Training::Idle | Training::Released(_) => published,
+            Training::Held(_) => published.next(),
+        }
+    }
+
+    fn deadline(&self, version: Version) -> Batch {
+        version.deadline(self.books.config.max_staleness())
+    }
+}

@@ -1,0 +1,8 @@
+//! The guarantees of the ledger, one test each, named like the guarantee.
+
+mod illegal_calls;
+mod journal;
+mod oracle;
+mod properties;
+mod restore;
+mod small_world;

@@ -1,0 +1,23 @@
+//! The extension module `staleflow._core`: conversions and error mapping around `staleflow-core`, no decisions.
+// Signatures of Python methods are given by Python: owned arguments, and `self` where a property asks for it.
+#![allow(clippy::needless_pass_by_value)]
+
+mod errors;
+mod ids;
+mod ledger;
+
+use pyo3::prelude::*;
+
+/// The staleness ledger, implemented in Rust.
+#[pymodule]
+mod _core {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::ledger::{Lease, LedgerStatistics, Refusal, StalenessLedger};
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("RefusalReason", crate::ledger::refusal_reasons(module.py())?)
+    }
+}

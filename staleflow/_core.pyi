@@ -1,0 +1,291 @@
+"""The staleness ledger, implemented in Rust.
+
+Versions, batches, ids and counts are plain integers. An integer that no version, batch or id can equal, such
+as a negative or an astronomical one, raises the same error as any other wrong one, never ``OverflowError``. A
+call that raises leaves the ledger as it was.
+"""
+
+import enum
+from collections.abc import Sequence
+from typing import Literal, final
+
+__all__ = ["Lease", "LedgerStatistics", "Refusal", "RefusalReason", "StalenessLedger"]
+
+class RefusalReason(enum.Enum):
+    """Why a legal request cannot be granted now."""
+
+    TOO_OLD = "too_old"
+    """The engine's weights are older than this work may be started with."""
+    FROM_FUTURE = "from_future"
+    """The engine claims weights that are not published."""
+    WINDOW_FULL = "window_full"
+    """One more group would leave some live group without a place in a batch."""
+    DRAINING = "draining"
+    """The ledger admits no new group, so that the live ones can run out."""
+    CLOSED = "closed"
+    """The ledger is done."""
+
+@final
+class Refusal:
+    """A legal request that cannot be granted now. Frozen; nothing was reserved and nothing changed.
+
+    Always falsy. Group ids start at 1, so ``if group := ledger.admit(version):`` tells them apart.
+    """
+
+    @property
+    def reason(self) -> RefusalReason:
+        """The kind of refusal."""
+    @property
+    def detail(self) -> str:
+        """The versions or the batch that decided it, for people."""
+    def __bool__(self) -> Literal[False]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Lease:
+    """A batch handed to the trainer. Frozen."""
+
+    @property
+    def batch(self) -> int:
+        """The batch's index. Its step trains on the weights of this version and publishes the next."""
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Ids of its ``batch_size`` groups in training order: earliest deadline first, then as admitted."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class LedgerStatistics:
+    """Where all admitted groups are, at one instant. Frozen.
+
+    Accounting law: ``admitted == trained + sum(filtered.values()) + sum(aborted.values()) + expired + running
+    + complete + leased``.
+    """
+
+    @property
+    def admitted(self) -> int:
+        """Groups ever admitted."""
+    @property
+    def trained(self) -> int:
+        """Groups in a batch whose step is published."""
+    @property
+    def filtered(self) -> dict[str, int]:
+        """Groups ended for want of a learning signal, by reason, sorted by reason. A fresh dict each time."""
+    @property
+    def aborted(self) -> dict[str, int]:
+        """Groups ended by failure or cancellation, by reason, sorted by reason. A fresh dict each time."""
+    @property
+    def expired(self) -> int:
+        """Groups ended by missing their deadline. The capacity law leaves no way to miss one, so always 0."""
+    @property
+    def running(self) -> int:
+        """Live groups with an unfinished member."""
+    @property
+    def complete(self) -> int:
+        """Finished groups that wait to be consumed."""
+    @property
+    def leased(self) -> int:
+        """Groups in a batch that the trainer holds, or that was released and not consumed again yet."""
+    @property
+    def next_batch(self) -> int:
+        """The next batch to be consumed."""
+    @property
+    def published(self) -> int:
+        """The newest published version."""
+    @property
+    def late_completions(self) -> int:
+        """Member completions, not groups, that were ignored because their attempt or group was over."""
+    @property
+    def accounting_holds(self) -> bool:
+        """Whether the accounting law is true of these numbers."""
+    def __eq__(self, other: object, /) -> bool: ...
+    __hash__: None  # type: ignore[assignment]
+
+@final
+class StalenessLedger:
+    """Decides which group may begin and which batch may be trained, inside a hard staleness bound.
+
+    For every token of every consumed group, the index of the consuming batch minus the version that sampled
+    the token is at most ``max_staleness``. Time spent waiting in a queue counts. In return for that,
+    admission may refuse; a group that is admitted is never thrown away for being too old.
+
+    Not thread-safe: all calls belong to one thread or one event loop.
+    """
+
+    def __new__(
+        cls,
+        *,
+        batch_size: int,
+        max_staleness: int,
+        group_size: int = 1,
+        extra_groups: int = 0,
+        extra_members: int = 0,
+    ) -> StalenessLedger:
+        """Make an empty ledger at version 0 whose next batch is 0.
+
+        Args:
+            batch_size: groups per train step, 1 to 2147483647.
+            max_staleness: the bound in published versions, 0 to 1000000. 0 is synchronous training.
+            group_size: trajectories per group, 1 to 65536.
+            extra_groups: groups admitted beyond ``batch_size``. Only 0: not available yet.
+            extra_members: members started beyond ``group_size``. Likewise only 0.
+
+        Raises:
+            ConfigError: a value is out of range; names the argument, the value and what is allowed.
+        """
+    @property
+    def batch_size(self) -> int:
+        """Groups per train step."""
+    @property
+    def max_staleness(self) -> int:
+        """The staleness bound in published versions."""
+    @property
+    def group_size(self) -> int:
+        """Trajectories per group."""
+    @property
+    def next_batch(self) -> int:
+        """The batch that `consume` hands out next: `published`, or one more while a lease is held."""
+    @property
+    def published(self) -> int:
+        """The newest version that engines can pull."""
+    def admit(self, engine_version: int) -> int | Refusal:
+        """Admit one group; its member 0 starts, as attempt 0, on an engine that serves this version.
+
+        Returns the group's id, or a `Refusal`. Ids start at 1 and increase.
+
+        Raises:
+            VersionOrderError: the number can be no version at all.
+        """
+    def admit_many(self, engine_version: int, n: int) -> list[int]:
+        """Admit up to ``n`` groups on engines of this version, as many as `admit` would grant one by one.
+
+        Returns their ids; an empty list if none is granted.
+
+        Raises:
+            ConfigError: ``n`` is negative.
+            VersionOrderError: the number can be no version at all.
+        """
+    def capacity(self, engine_version: int) -> int:
+        """Tell how many more groups could be admitted now on engines of this version.
+
+        Raises:
+            VersionOrderError: the number can be no version at all.
+        """
+    def drain(self) -> None:
+        """Refuse every admission from now on, as DRAINING; live groups go on. Snapshots remember it."""
+    def close(self) -> None:
+        """Refuse every admission from now on, as CLOSED, even if draining. Snapshots remember it."""
+    def group_version(self, group: int) -> int:
+        """Tell the version that no token of this live group is older than.
+
+        Raises:
+            UnknownGroupError: no live group has this id.
+        """
+    def start_member(self, group: int, member: int, engine_version: int) -> Refusal | None:
+        """Begin a member's attempt 0 on an engine of this version or, if it is running, its next attempt.
+
+        Returns None if granted. Returns a `Refusal` if the version is older than the group's (TOO_OLD) or not
+        published (FROM_FUTURE). Draining and closing refuse no member of a live group.
+
+        Raises:
+            UnknownGroupError: no live group has this id.
+            WrongStateError: the group is not running, or the member has finished or does not exist.
+            VersionOrderError: the number can be no version at all.
+        """
+    def finish_member(self, group: int, member: int, *, min_version: int | None = None, attempt: int = 0) -> bool:
+        """Finish a member's current attempt.
+
+        If it is the last member, the group becomes complete. If moreover every member gave a ``min_version``,
+        the group's version rises to the smallest of them.
+
+        A completion of another attempt, or of a group that has ended, is ignored and counted as late.
+
+        Args:
+            group: the group's id.
+            member: 0 to ``group_size - 1``.
+            min_version: version of the oldest token that the policy sampled in this member.
+            attempt: the attempt that finished.
+
+        Returns:
+            True if the group became complete by this call.
+
+        Raises:
+            UnknownGroupError: the id was never handed out.
+            WrongStateError: the member does not exist, was never started, or has finished this attempt.
+            VersionOrderError: ``min_version`` is older than the group's version, or not published.
+        """
+    def complete(self, group: int, *, min_version: int | None = None) -> None:
+        """Finish every unfinished member of a running group, each with this ``min_version``.
+
+        Raises:
+            UnknownGroupError: no live group has this id.
+            WrongStateError: the group is not running.
+            VersionOrderError: ``min_version`` is older than the group's version, or not published.
+        """
+    def complete_many(self, ids: Sequence[int]) -> None:
+        """Complete all of these running groups or, if one of them cannot be, none.
+
+        Raises:
+            UnknownGroupError: no live group has one of the ids.
+            WrongStateError: one of the groups is not running, or is named twice.
+        """
+    def abort(self, group: int, reason: str) -> None:
+        """End a running or complete group that failed or was cancelled. Its place is free at once.
+
+        Raises:
+            UnknownGroupError: no live group has this id.
+            WrongStateError: the group is leased.
+            ConfigError: the reason is empty.
+        """
+    def filter(self, group: int, reason: str) -> None:
+        """End a complete group that has nothing to teach. Its place is free at once.
+
+        Raises:
+            UnknownGroupError: no live group has this id.
+            WrongStateError: the group is not complete.
+            ConfigError: the reason is empty.
+        """
+    def is_ready(self) -> bool:
+        """Tell whether `consume` would succeed. False while a lease is held."""
+    def blockers(self) -> list[int]:
+        """List the fewest running groups whose completion makes the next batch ready, those due first.
+
+        If not even all running groups are enough, lists all of them: more must be admitted. While a lease is
+        held, lists those of the batch after it. Empty after a release, since that batch is ready.
+        """
+    def consume(self) -> Lease:
+        """Hand out the next batch. A released one is handed out again: same groups, same order.
+
+        Raises:
+            NotReadyError: `is_ready` is False; names the groups or the lease that it waits for.
+        """
+    def publish(self, version: int) -> None:
+        """Make the held lease final: its groups are trained, and engines may now serve ``version``.
+
+        Call it only when the weights can really be pulled.
+
+        Raises:
+            VersionOrderError: ``version`` is not ``published + 1``.
+            WrongStateError: no lease is held.
+        """
+    def release(self, batch: int) -> None:
+        """Take a batch back from a trainer that will not publish it, for instance because it died.
+
+        Its groups keep their batch: they cannot be aborted or filtered, and no other group may count on the
+        place.
+
+        Raises:
+            WrongStateError: the lease of this batch is not held.
+        """
+    def statistics(self) -> LedgerStatistics:
+        """Account for every admitted group."""
+    def snapshot(self) -> bytes:
+        """Serialize all state, such that the restored ledger decides the same for ever after."""
+    @staticmethod
+    def restore(data: bytes) -> StalenessLedger:
+        """Make a ledger from what `snapshot` returned.
+
+        Raises:
+            SnapshotError: the bytes are foreign, of another format version, damaged or contradictory.
+        """

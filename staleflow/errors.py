@@ -1,0 +1,95 @@
+"""Every error that staleflow raises, split by who is at fault.
+
+::
+
+    StaleflowError
+    ├── ConfigError             a setting can never be right          (also a ValueError)
+    ├── TaskSourceError         a task file or task source is malformed or empty
+    ├── RolloutError            the user's rollout function
+    │   ├── RolloutTimeoutError     did not return before its deadline
+    │   ├── RewardError             returned something that is not a finite number
+    │   ├── ContextError            sent a prompt that does not continue its own trajectory
+    │   └── TooManyFailuresError    failed so often that the run was ended
+    ├── LedgerError             an illegal call to the ledger; its state is unchanged
+    │   ├── UnknownGroupError       no live group has this id
+    │   ├── WrongStateError         the group, member or lease is not in a state for this call
+    │   ├── NotReadyError           the next batch cannot be consumed yet
+    │   ├── VersionOrderError       a version that goes backwards or comes from the future
+    │   └── SnapshotError           bytes that are no snapshot, or a damaged one
+    ├── ChildError              a child process died, hung or broke its protocol
+    │   ├── EngineError             ... and it was an engine
+    │   └── TrainerError            ... and it was the trainer
+    └── RunFolderError          the run folder cannot be created or written
+"""
+
+
+class StaleflowError(Exception):
+    """Root of all errors raised by staleflow."""
+
+
+class ConfigError(StaleflowError, ValueError):
+    """A setting can never be right; names the setting, its value and what is allowed."""
+
+
+class TaskSourceError(StaleflowError):
+    """A task file or task source is malformed or empty; names file, line and field."""
+
+
+class RolloutError(StaleflowError):
+    """The user's rollout function misbehaved; only its own trajectory fails."""
+
+
+class RolloutTimeoutError(RolloutError):
+    """A rollout did not return before ``rollout_timeout_s``."""
+
+
+class RewardError(RolloutError):
+    """A rollout returned something that is not a finite number."""
+
+
+class ContextError(RolloutError):
+    """A prompt does not continue the trajectory so far, is empty, or leaves no room to generate."""
+
+
+class TooManyFailuresError(RolloutError):
+    """The share of failed trajectories passed its limit; the first failure is the cause."""
+
+
+class LedgerError(StaleflowError):
+    """An illegal call to the ledger. The ledger's state is unchanged."""
+
+
+class UnknownGroupError(LedgerError):
+    """No live group has this id."""
+
+
+class WrongStateError(LedgerError):
+    """The group, member or lease named in the message is not in a state that allows the call."""
+
+
+class NotReadyError(LedgerError):
+    """The next batch cannot be consumed yet; the message names the groups it waits for."""
+
+
+class VersionOrderError(LedgerError):
+    """A version that goes backwards, or one that is not published yet."""
+
+
+class SnapshotError(LedgerError):
+    """The bytes are not a ledger snapshot, are of another format version, or are damaged."""
+
+
+class ChildError(StaleflowError):
+    """A child process died, did not answer in time or broke the wire protocol."""
+
+
+class EngineError(ChildError):
+    """An engine died, did not answer in time or sent a malformed reply."""
+
+
+class TrainerError(ChildError):
+    """The trainer died, did not answer in time or could not train a batch."""
+
+
+class RunFolderError(StaleflowError):
+    """The run folder cannot be created or written."""

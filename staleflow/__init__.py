@@ -1,0 +1,40 @@
+"""staleflow: asynchronous RL post-training of language models inside a hard staleness bound.
+
+Importing it imports neither torch nor transformers: those run in child processes.
+"""
+
+from staleflow._core import Lease, LedgerStatistics, Refusal, RefusalReason, StalenessLedger
+from staleflow.config import Config
+from staleflow.engines.embedded import EmbeddedEngine
+from staleflow.pipeline import Pipeline, uniform_rewards
+from staleflow.rollout import LLM, Completion
+from staleflow.runner import run
+from staleflow.statistics import Accounting, PipelineStatistics, Report
+from staleflow.tasks import ListTasks, TaskSource, read_jsonl
+from staleflow.trainer.local import LocalTrainer
+from staleflow.types import Segment, Task, Trajectory
+
+__all__ = [
+    "LLM",
+    "Accounting",
+    "Completion",
+    "Config",
+    "EmbeddedEngine",
+    "Lease",
+    "LedgerStatistics",
+    "ListTasks",
+    "LocalTrainer",
+    "Pipeline",
+    "PipelineStatistics",
+    "Refusal",
+    "RefusalReason",
+    "Report",
+    "Segment",
+    "StalenessLedger",
+    "Task",
+    "TaskSource",
+    "Trajectory",
+    "read_jsonl",
+    "run",
+    "uniform_rewards",
+]

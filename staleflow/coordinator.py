@@ -1,0 +1,120 @@
+"""The coordinator: a snapshot in, commands out.
+
+``decide`` is a pure function. It owns no IO and no clock, so the pipeline and a simulator can run the same
+decisions; a policy is one class with this method.
+"""
+
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+
+class Health(Enum):
+    """What can be expected of an engine."""
+
+    HEALTHY = auto()
+    SYNCING = auto()
+
+
+class EngineView(msgspec.Struct, frozen=True):
+    """One engine at the time of the snapshot.
+
+    ``version`` is the one it has confirmed, the least that any token sampled from now on can have; ``running``
+    counts the requests it has not answered.
+    """
+
+    engine: int
+    version: int
+    health: Health
+    running: int
+    capacity: int
+
+
+class WaitingRequest(msgspec.Struct, frozen=True):
+    """A request that no engine has; it may run where the version is at least ``min_version``."""
+
+    request_id: str
+    min_version: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """All that a decision may depend on.
+
+    ``waiting`` is in order of priority. ``running_members`` counts members of live groups that have not finished,
+    on an engine or not; ``group_size`` is what one more admission adds to them; ``wanted_groups`` is how many more
+    groups the rest of the run can use.
+    """
+
+    engines: tuple[EngineView, ...]
+    waiting: tuple[WaitingRequest, ...]
+    running_members: int
+    group_size: int
+    wanted_groups: int
+    published: int
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Send a waiting request to an engine."""
+
+    request_id: str
+    engine: int
+
+
+class Admit(msgspec.Struct, frozen=True):
+    """Ask the ledger for one new group at the version of this engine."""
+
+    engine: int
+
+
+class Sync(msgspec.Struct, frozen=True):
+    """Let an engine pull ``version`` while its running requests keep their cache."""
+
+    engine: int
+    version: int
+
+
+Command: TypeAlias = Route | Admit | Sync
+
+
+class Coordinator(Protocol):
+    """A coordination policy."""
+
+    def decide(self, snapshot: Snapshot) -> list[Command]:
+        """Commands to carry out, in order; called again whenever something has changed."""
+
+
+class LeastLoad:
+    """Every request to the eligible engine with the least load; every engine to the newest version at once."""
+
+    def decide(self, snapshot: Snapshot) -> list[Command]:
+        """See :class:`Coordinator`."""
+        running = {engine.engine: engine.running for engine in snapshot.engines}
+        commands: list[Command] = [
+            Sync(engine.engine, snapshot.published)
+            for engine in snapshot.engines
+            if engine.health is Health.HEALTHY and engine.version < snapshot.published
+        ]
+        for request in snapshot.waiting:
+            eligible = [engine for engine in snapshot.engines if engine.version >= request.min_version]
+            chosen = _least_loaded(eligible, running)
+            if chosen is not None:
+                running[chosen.engine] += 1
+                commands.append(Route(request.request_id, chosen.engine))
+        if snapshot.wanted_groups > 0 and self._has_room(snapshot):
+            newest = max(engine.version for engine in snapshot.engines)
+            candidates = [engine for engine in snapshot.engines if engine.version == newest]
+            commands.append(Admit(min(candidates, key=lambda engine: running[engine.engine]).engine))
+        return commands
+
+    def _has_room(self, snapshot: Snapshot) -> bool:
+        # Admitting no more than the engines can run keeps new groups waiting for the newest weights instead of
+        # ageing in a queue. A group larger than all engines together still has to start.
+        capacity = sum(engine.capacity for engine in snapshot.engines)
+        return snapshot.running_members == 0 or snapshot.running_members + snapshot.group_size <= capacity
+
+
+def _least_loaded(engines: Iterable[EngineView], running: dict[int, int]) -> EngineView | None:
+    with_room = (engine for engine in engines if running[engine.engine] < engine.capacity)
+    return min(with_room, key=lambda engine: running[engine.engine], default=None)

@@ -1,0 +1,1 @@
+"""Engines generate text: the protocol in ``base``, one wire per other file."""

@@ -1,0 +1,127 @@
+"""The event log: every change of state of a run, one JSON object a line, in the order in which it happened.
+
+``t`` is seconds since the start of the run. The log is a function of the seed when the run is on a virtual clock.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class Admitted(msgspec.Struct, tag="admitted", tag_field="event", frozen=True):
+    """The ledger admitted a group for ``task`` at ``version``."""
+
+    t: float
+    group: int
+    task: int
+    version: int
+
+
+class Routed(msgspec.Struct, tag="routed", tag_field="event", frozen=True):
+    """A request was sent to an engine."""
+
+    t: float
+    request: str
+    engine: int
+
+
+class Finished(msgspec.Struct, tag="finished", tag_field="event", frozen=True):
+    """A member has its reward; ``versions`` are the oldest and the newest of its sampled tokens."""
+
+    t: float
+    group: int
+    member: int
+    attempt: int
+    reward: float
+    tokens: int
+    versions: tuple[int, int]
+
+
+class Failed(msgspec.Struct, tag="failed", tag_field="event", frozen=True):
+    """An attempt of a member failed."""
+
+    t: float
+    group: int
+    member: int
+    attempt: int
+    cause: str
+
+
+class Completed(msgspec.Struct, tag="completed", tag_field="event", frozen=True):
+    """All members of a group have finished."""
+
+    t: float
+    group: int
+
+
+class Filtered(msgspec.Struct, tag="filtered", tag_field="event", frozen=True):
+    """A complete group was taken out because nothing can be learned from it."""
+
+    t: float
+    group: int
+    reason: str
+
+
+class Aborted(msgspec.Struct, tag="aborted", tag_field="event", frozen=True):
+    """A group was given up."""
+
+    t: float
+    group: int
+    reason: str
+
+
+class Consumed(msgspec.Struct, tag="consumed", tag_field="event", frozen=True):
+    """The trainer took a batch."""
+
+    t: float
+    batch: int
+    groups: tuple[int, ...]
+
+
+class Released(msgspec.Struct, tag="released", tag_field="event", frozen=True):
+    """A batch came back untrained."""
+
+    t: float
+    batch: int
+
+
+class Published(msgspec.Struct, tag="published", tag_field="event", frozen=True):
+    """New weights can be pulled."""
+
+    t: float
+    version: int
+
+
+class Synced(msgspec.Struct, tag="synced", tag_field="event", frozen=True):
+    """An engine confirmed that it serves ``version``."""
+
+    t: float
+    engine: int
+    version: int
+
+
+class Evaluated(msgspec.Struct, tag="evaluated", tag_field="event", frozen=True):
+    """The held-out tasks were played; ``versions`` are the oldest and the newest that answered."""
+
+    t: float
+    step: int
+    reward: float
+    tasks: int
+    failed: int
+    versions: tuple[int, int]
+
+
+Event: TypeAlias = (
+    Admitted
+    | Routed
+    | Finished
+    | Failed
+    | Completed
+    | Filtered
+    | Aborted
+    | Consumed
+    | Released
+    | Published
+    | Synced
+    | Evaluated
+)

@@ -1,0 +1,134 @@
+"""The fleet: the engines as one, with what the controller believes of each.
+
+It carries requests to the engine they are routed to and weights to the engine that is to sync. It decides neither.
+
+Invariant: an engine's ``version`` is the last one it has confirmed. It is raised only by the engine's own answer to
+a weight update, so no token sampled for a request dispatched now can be older.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from staleflow import clock
+from staleflow.coordinator import EngineView, Health
+from staleflow.engines.base import Engine, check_generation
+from staleflow.errors import EngineError
+from staleflow.meters import IdleMeter
+from staleflow.parameter_server.base import ParameterServer
+from staleflow.store import TrajectoryStore
+from staleflow.types import FinishReason, GenerateRequest, Segment, TaskData, Trajectory
+
+
+class _Slot:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.version = 0
+        self.health = Health.HEALTHY
+        self.running = 0
+
+
+class Fleet:
+    """All engines of a run.
+
+    Args:
+        engines: at least one, all serving the same model.
+        store: where requests wait for an engine.
+        published: the newest version an engine can have.
+        changed: called whenever there is something new to decide.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        store: TrajectoryStore[TaskData],
+        published: Callable[[], int],
+        changed: Callable[[], None],
+    ) -> None:
+        self._slots = [_Slot(engine) for engine in engines]
+        self._store = store
+        self._published = published
+        self._changed = changed
+        self.load = IdleMeter(clock.now)
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """The engines, by index."""
+        return tuple(slot.engine for slot in self._slots)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer."""
+        return self._slots[0].engine.tokenizer
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest sequence that every engine can serve."""
+        return min(slot.engine.max_model_tokens for slot in self._slots)
+
+    async def start(self, logs: Path) -> None:
+        """Start all engines at once."""
+        async with asyncio.TaskGroup() as starting:
+            for index, slot in enumerate(self._slots):
+                starting.create_task(slot.engine.start(f"engine-{index}", logs))
+
+    def views(self) -> tuple[EngineView, ...]:
+        """The engines' part of a snapshot."""
+        return tuple(
+            EngineView(index, slot.version, slot.health, slot.running, slot.engine.capacity)
+            for index, slot in enumerate(self._slots)
+        )
+
+    def version(self, engine: int) -> int:
+        """The version an engine has confirmed."""
+        return self._slots[engine].version
+
+    def dispatch(self, request_id: str, engine: int) -> bool:
+        """Give a waiting request its engine; False when it no longer waits."""
+        if not self._store.route(request_id, engine):
+            return False
+        self._slots[engine].running += 1
+        self.load.started()
+        return True
+
+    async def generate(self, trajectory: Trajectory, max_new_tokens: int, *, min_version: int) -> FinishReason:
+        """Continue a trajectory on an engine of at least ``min_version`` and append the segment.
+
+        Raises :class:`EngineError` when the engine cannot serve the request or its reply is malformed.
+        """
+        turn = len(trajectory.segments)
+        request_id = f"{trajectory.group}.{trajectory.member}.{trajectory.attempt}.{turn}"
+        request = GenerateRequest(request_id, trajectory.token_ids, max_new_tokens)
+        chosen = self._store.wait_for_engine(request_id, min_version)
+        self._changed()
+        try:
+            index = await chosen
+            generation = await self._slots[index].engine.generate(request)
+        finally:
+            self._store.forget(request_id)
+            if chosen.done() and not chosen.cancelled():
+                self._slots[chosen.result()].running -= 1
+                self.load.ended()
+                self._changed()
+        check_generation(request, generation, oldest=min_version, published=self._published())
+        if trajectory.first_token_s is None:
+            trajectory.first_token_s = clock.now()
+        trajectory.segments.append(Segment(generation.token_ids, True, index, generation.logprobs, generation.versions))
+        return generation.finish_reason
+
+    def begin_sync(self, engine: int) -> None:
+        """Mark an engine as syncing; it goes on serving, at its old version as far as anyone may believe."""
+        self._slots[engine].health = Health.SYNCING
+
+    async def sync(self, engine: int, version: int, parameter_server: ParameterServer) -> None:
+        """Let an engine pull a version; raises :class:`EngineError` when it confirms another one."""
+        slot = self._slots[engine]
+        with parameter_server.pulling(version) as weights:
+            confirmed = await slot.engine.update_weights(version, weights)
+        if confirmed != version:
+            raise EngineError(f"engine {engine} confirmed version {confirmed} after it was told to pull {version}")
+        slot.version = confirmed
+        slot.health = Health.HEALTHY
+        self._changed()

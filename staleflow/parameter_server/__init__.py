@@ -1,0 +1,1 @@
+"""The parameter server: published weights that engines pull, in ``shared_memory`` on one host."""

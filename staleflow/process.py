@@ -1,0 +1,198 @@
+"""Child processes that cannot be lost: one socket is the wire, the death notice and the leash.
+
+Parent and child share a socket pair. Messages are length-prefixed msgpack. When the child dies, the parent reads
+the end of the stream and raises an error with the last lines of the child's log. When the parent dies, however
+suddenly, the kernel closes its end, the child reads the end of the stream and exits.
+
+The first half of this file runs in the controller (:class:`Child`), the second in the child (:class:`Parent`);
+neither knows what the messages mean.
+"""
+
+import asyncio
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Generic, NoReturn, TypeVar
+
+import msgspec
+
+from staleflow.errors import ChildError
+
+Received = TypeVar("Received")
+
+STOP_GRACE_S = 5.0
+LOG_TAIL_LINES = 20
+# Children yield the processor to the controller: its loop must answer within milliseconds on a busy machine.
+CHILD_NICENESS = 5
+
+
+def _frame(message: msgspec.Struct) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+class Child(Generic[Received]):
+    """A running child process, as its parent sees it."""
+
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        log_path: Path,
+        receives: type[Received],
+        error: type[ChildError],
+    ) -> None:
+        self.name = name
+        self.pid = process.pid
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._log_path = log_path
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
+        self._error = error
+        self._body_bytes: int | None = None
+
+    @classmethod
+    async def spawn(
+        cls, name: str, module: str, *, log_path: Path, receives: type[Received], error: type[ChildError]
+    ) -> "Child[Received]":
+        """Start ``python -m module FD`` with its output in ``log_path``.
+
+        The child gets a session of its own, so that a terminal's Ctrl-C reaches only the controller, which then
+        ends its children in order.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with log_path.open("ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    module,
+                    str(theirs.fileno()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return cls(name, process, reader, writer, log_path, receives, error)
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """Write one message; waits only when the child is far behind."""
+        self._writer.write(_frame(message))
+        try:
+            await self._writer.drain()
+        except ConnectionError:
+            raise await self._death() from None
+
+    async def receive(self) -> Received:
+        """The child's next message. Raises the child's error when it has died.
+
+        May be cancelled at any point and called again: a half-read message is continued.
+        """
+        try:
+            if self._body_bytes is None:
+                self._body_bytes = int.from_bytes(await self._reader.readexactly(4), "little")
+            body = await self._reader.readexactly(self._body_bytes)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise await self._death() from None
+        self._body_bytes = None
+        try:
+            return self._decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise self._error(f"{self.name} sent a message that cannot be decoded: {error}") from error
+
+    async def died(self) -> ChildError:
+        """Wait until the process has ended; returns the error that says how."""
+        await self._process.wait()
+        return await self._death()
+
+    async def stop(self) -> None:
+        """End the process: hang up, wait a little, kill. Idempotent."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(STOP_GRACE_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._kill()
+            await self._process.wait()
+
+    def _kill(self) -> None:
+        try:
+            self._process.kill()
+        except ProcessLookupError:
+            return
+
+    async def _death(self) -> ChildError:
+        try:
+            async with asyncio.timeout(STOP_GRACE_S):
+                code = await self._process.wait()
+        except TimeoutError:
+            self._kill()
+            return self._error(f"{self.name} (pid {self.pid}) closed its connection and was killed.{self._log_tail()}")
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return self._error(f"{self.name} (pid {self.pid}) {how}.{self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        if not lines:
+            return f" Its log {self._log_path} is empty."
+        return "\n".join([f" Last lines of {self._log_path}:", *(f"  | {line}" for line in lines)])
+
+
+class Parent(Generic[Received]):
+    """The controller, as a child process sees it: iterate for its requests, ``send`` the answers."""
+
+    def __init__(self, receives: type[Received]) -> None:
+        os.nice(CHILD_NICENESS)
+        self._socket = socket.socket(fileno=int(sys.argv[1]))
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
+        self._requests: queue.SimpleQueue[Received] = queue.SimpleQueue()
+        self._write_lock = threading.Lock()
+        threading.Thread(target=self._read, name="parent-reader", daemon=True).start()
+
+    def __iter__(self) -> Iterator[Received]:
+        while True:
+            yield self._requests.get()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Write one message; safe from any thread."""
+        frame = _frame(message)
+        with self._write_lock:
+            self._socket.sendall(frame)
+
+    @classmethod
+    def serve(cls, receives: type[Received], session: "Callable[[Parent[Received]], None]") -> NoReturn:
+        """Run a child's whole life. Whatever ends ``session`` ends the process, whichever threads still run."""
+        try:
+            session(cls(receives))
+        except BaseException:  # noqa: BLE001 - the last frame of the process: print, then exit
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _read(self) -> None:
+        stream = self._socket.makefile("rb")
+        while len(header := stream.read(4)) == 4:
+            body_bytes = int.from_bytes(header, "little")
+            body = stream.read(body_bytes)
+            if len(body) < body_bytes:
+                break
+            self._requests.put(self._decoder.decode(body))
+        # The parent hung up or died. Whatever this process computes now has no reader, so it ends at once,
+        # without waiting for a train step or a decode loop to notice.
+        os._exit(0)

@@ -1,0 +1,148 @@
+"""The recorder: everything a run measures, on its way to the run folder, the live view and the report.
+
+It is told what has happened and never asks; nothing depends on it but what a person sees.
+"""
+
+from collections.abc import Callable, Mapping
+
+from staleflow import clock
+from staleflow._core import LedgerStatistics
+from staleflow.events import Evaluated, Event
+from staleflow.loop_lag import LoopLag
+from staleflow.meters import RecentSteps, StalenessMeter
+from staleflow.run_folder import RunFolder
+from staleflow.statistics import Accounting, Evaluation, PipelineStatistics, Report, StepRecord
+from staleflow.types import StepMetrics, TrainBatch
+
+
+class Recorder:
+    """Measures one run.
+
+    Args:
+        folder: where events and metrics go.
+        rollout_wait_s: seconds, since training began, in which no engine had anything to do.
+    """
+
+    def __init__(self, folder: RunFolder, rollout_wait_s: Callable[[], float]) -> None:
+        self.lag = LoopLag()
+        self._folder = folder
+        self._rollout_wait_s = rollout_wait_s
+        self._started_s = clock.now()
+        self._training_since_s: float | None = None
+        self._trainer_wait_s = 0.0
+        self._rollout_wait_before_s = 0.0
+        self._staleness = StalenessMeter()
+        self._recent = RecentSteps()
+        self._evaluations: list[Evaluation] = []
+
+    def t(self) -> float:
+        """Seconds since the start of the run."""
+        return clock.now() - self._started_s
+
+    def event(self, event: Event) -> None:
+        """Something has changed."""
+        self._folder.event(event)
+
+    def training_begins(self) -> None:
+        """From now on, waiting counts."""
+        self._training_since_s = clock.now()
+
+    def step(
+        self, batch: TrainBatch, metrics: StepMetrics, *, trainer_wait_s: float, train_s: float, publish_s: float
+    ) -> None:
+        """A batch has been trained and published."""
+        staleness_mean, staleness_max = self._staleness.add(batch)
+        self._trainer_wait_s += trainer_wait_s
+        rollout_wait_s = self._rollout_wait_s()
+        rewards = [trajectory.reward or 0.0 for trajectory in batch.trajectories]
+        record = StepRecord(
+            step=batch.step,
+            t=self.t(),
+            reward_mean=sum(rewards) / len(rewards),
+            staleness_mean=staleness_mean,
+            staleness_max=staleness_max,
+            sampled_tokens=metrics.tokens,
+            trainer_wait_s=trainer_wait_s,
+            rollout_wait_s=rollout_wait_s - self._rollout_wait_before_s,
+            train_s=train_s,
+            publish_s=publish_s,
+            metrics=metrics,
+            accuracy=self._accuracy(-1),
+        )
+        self._rollout_wait_before_s = rollout_wait_s
+        self._recent.add(record)
+        self._folder.metrics(record)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """The held-out tasks have been played."""
+        self._evaluations.append(evaluation)
+        self.event(
+            Evaluated(
+                self.t(),
+                evaluation.step,
+                evaluation.reward_mean,
+                evaluation.tasks,
+                evaluation.failed,
+                evaluation.versions,
+            )
+        )
+
+    def statistics(
+        self, ledger: LedgerStatistics, *, phase: str, steps: int, running: int, waiting: int, failed: int
+    ) -> PipelineStatistics:
+        """The state of the run now."""
+        training_s = 0.0 if self._training_since_s is None else clock.now() - self._training_since_s
+        return PipelineStatistics(
+            phase=phase,
+            step=ledger.published,
+            steps=steps,
+            elapsed_s=self.t(),
+            reward_mean=self._recent.reward_mean,
+            accuracy=self._accuracy(-1),
+            staleness_mean=self._recent.staleness_mean,
+            staleness_max=self._staleness.maximum,
+            trainer_wait_share=self._trainer_wait_s / training_s if training_s else 0.0,
+            rollout_wait_share=self._rollout_wait_s() / training_s if training_s else 0.0,
+            tokens_per_s=self._recent.tokens_per_s,
+            live_groups=ledger.running + ledger.complete + ledger.leased,
+            running_requests=running,
+            waiting_requests=waiting,
+            failed_attempts=failed,
+            loop_lag_p99_ms=self.lag.quantile_ms(0.99),
+        )
+
+    def report(self, ledger: LedgerStatistics, *, ended: str, failed_attempts: Mapping[str, int]) -> Report:
+        """What came of the run."""
+        return Report(
+            ended=ended,
+            steps=ledger.published,
+            wall_s=self.t(),
+            accuracy_before=self._accuracy(0),
+            accuracy_after=self._accuracy(-1),
+            staleness_max=self._staleness.maximum,
+            staleness_mean=self._staleness.mean,
+            staleness_histogram=dict(sorted(self._staleness.histogram.items())),
+            stale_trajectories=self._staleness.stale_trajectories,
+            trained_trajectories=self._staleness.trajectories,
+            trained_tokens=self._staleness.histogram.total(),
+            trainer_wait_s=self._trainer_wait_s,
+            rollout_wait_s=self._rollout_wait_before_s,
+            loop_lag_p99_ms=self.lag.quantile_ms(0.99),
+            accounting=Accounting(
+                admitted=ledger.admitted,
+                trained=ledger.trained,
+                filtered=dict(ledger.filtered),
+                aborted=dict(ledger.aborted),
+                expired=ledger.expired,
+                running=ledger.running,
+                complete=ledger.complete,
+                leased=ledger.leased,
+                holds=ledger.accounting_holds,
+                late_completions=ledger.late_completions,
+                failed_attempts=dict(failed_attempts),
+            ),
+            run_dir=str(self._folder.path),
+        )
+
+    def _accuracy(self, index: int) -> float | None:
+        return self._evaluations[index].reward_mean if self._evaluations else None

@@ -1,0 +1,150 @@
+"""The user's face: ``async def rollout(task, llm) -> reward``.
+
+:class:`LLM` records every token of one trajectory while the user's function talks to the policy;
+:func:`play` runs that function under its deadline and checks what it returns. Neither knows which engine answers
+or what becomes of the trajectory.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from numbers import Real
+from typing import TypeAlias
+
+import msgspec
+from tokenizers import Tokenizer
+
+from staleflow import clock
+from staleflow.errors import ContextError, RewardError, RolloutError, RolloutTimeoutError
+from staleflow.types import FinishReason, Segment, TaskData, Trajectory
+
+CANCEL_GRACE_S = 1.0
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """What the policy said in one call.
+
+    ``text`` is without special tokens, empty when the model folder has no tokenizer; ``logprobs`` are the behaviour
+    logprobs of ``token_ids``.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+
+
+Continue: TypeAlias = Callable[[Trajectory, int], Awaitable[FinishReason]]
+"""``(trajectory, max_new_tokens)``: sample, append the segments to the trajectory, say why sampling stopped."""
+
+
+class LLM:
+    """The policy, as one trajectory sees it."""
+
+    def __init__(
+        self, trajectory: Trajectory, generate: Continue, tokenizer: Tokenizer | None, max_model_tokens: int
+    ) -> None:
+        self._trajectory = trajectory
+        self._generate = generate
+        self._tokenizer = tokenizer
+        self._max_model_tokens = max_model_tokens
+        self._closed = False
+        self.busy = False
+
+    def close(self) -> None:
+        """Refuse further calls: the trajectory has ended, and what has been scored must not grow."""
+        self._closed = True
+
+    async def generate(self, prompt: str | Sequence[int], *, max_new_tokens: int) -> Completion:
+        """Append ``prompt`` to the trajectory, then let the policy continue it by at most ``max_new_tokens``.
+
+        The first call gives the prompt; later calls give what the environment says next, and only that: the
+        trajectory so far is remembered. Text is encoded with the model's tokenizer, without special tokens.
+
+        Raises:
+            ContextError: the trajectory would be empty, or longer than the model can serve, or a call of this
+                trajectory is still running; a trajectory is one sequence of tokens.
+        """
+        if max_new_tokens < 1:
+            raise ContextError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        if self._closed:
+            raise ContextError("the trajectory has ended: its rollout function has returned or was given up")
+        if self.busy:
+            raise ContextError("two generate calls of one trajectory at once; a trajectory is one sequence of tokens")
+        injected = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
+        length = len(self._trajectory.token_ids) + len(injected)
+        if length == 0:
+            raise ContextError("the first prompt of a trajectory is empty")
+        if length + max_new_tokens > self._max_model_tokens:
+            raise ContextError(
+                f"{length} tokens so far and max_new_tokens={max_new_tokens} exceed the {self._max_model_tokens} "
+                "tokens that the engines can serve"
+            )
+        if injected:
+            self._trajectory.segments.append(Segment(injected, sampled=False))
+        before = len(self._trajectory.segments)
+        self.busy = True
+        try:
+            finish_reason = await self._generate(self._trajectory, max_new_tokens)
+        finally:
+            self.busy = False
+        answer = self._trajectory.segments[before:]
+        token_ids = [token for segment in answer for token in segment.token_ids]
+        logprobs = [logprob for segment in answer for logprob in segment.logprobs]
+        text = "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
+        return Completion(text, token_ids, logprobs, finish_reason)
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise ContextError("the model folder has no tokenizer.json: give token ids instead of text")
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+Rollout: TypeAlias = Callable[[TaskData, LLM], Awaitable[float]]
+"""The user's function: plays one task with the policy and returns the reward."""
+
+
+async def play(rollout: Rollout[TaskData], data: TaskData, llm: LLM, trajectory: Trajectory, timeout_s: float) -> None:
+    """Run the user's function to its reward and write it on the trajectory.
+
+    A function that ignores its cancellation is abandoned after ``CANCEL_GRACE_S``: it can delay nobody.
+
+    Raises:
+        RolloutError: no reward before the deadline, a reward that is not a finite number, or no sampled token.
+        Exception: whatever the user's function raises.
+    """
+    running = asyncio.ensure_future(rollout(data, llm))
+    try:
+        done, _ = await asyncio.wait({running}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        await _cancel(running)
+        raise
+    finally:
+        llm.close()
+    if not done:
+        await _cancel(running)
+        raise RolloutTimeoutError(f"no reward after {timeout_s:g} s (rollout_timeout_s)")
+    if running.cancelled():
+        raise RolloutError("the rollout function cancelled itself")
+    reward = _checked(running.result())
+    if llm.busy:
+        raise RolloutError("the rollout function returned while one of its generate calls was still running")
+    if trajectory.sampled_tokens == 0:
+        raise RolloutError("the rollout function returned without sampling a token, so there is nothing to train on")
+    trajectory.reward = reward
+    trajectory.finished_s = clock.now()
+
+
+async def _cancel(running: "asyncio.Future[float]") -> None:
+    running.cancel()
+    await asyncio.wait({running}, timeout=CANCEL_GRACE_S)
+    if running.done() and not running.cancelled():
+        # Retrieved, so that asyncio does not report as lost an error that came too late to matter.
+        running.exception()
+
+
+def _checked(reward: object) -> float:
+    # bool is a number here: `return answer == expected` is the most natural reward of all.
+    if not isinstance(reward, Real) or not math.isfinite(reward):
+        raise RewardError(f"the rollout function returned {reward!r}; a reward is a finite number")
+    return float(reward)

@@ -1,0 +1,103 @@
+"""What is known of a run, as frozen records.
+
+All staleness figures count sampled tokens, each with ``consuming batch - version that sampled it``, so the time a
+finished group waits for its batch is part of it. Durations are in seconds.
+"""
+
+import msgspec
+
+from staleflow.types import StepMetrics
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """One line of ``metrics.jsonl``; durations in seconds, the step's own.
+
+    ``trainer_wait_s`` is how long the trainer waited for this batch; ``rollout_wait_s`` is how long, since the step
+    before, no engine had anything to do.
+    """
+
+    step: int
+    t: float
+    reward_mean: float
+    staleness_mean: float
+    staleness_max: int
+    sampled_tokens: int
+    trainer_wait_s: float
+    rollout_wait_s: float
+    train_s: float
+    publish_s: float
+    metrics: StepMetrics
+    accuracy: float | None = None
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """Held-out tasks played at one time: mean reward (a failed rollout earns 0), and who answered."""
+
+    step: int
+    reward_mean: float
+    tasks: int
+    failed: int
+    versions: tuple[int, int]
+
+
+class Accounting(msgspec.Struct, frozen=True):
+    """Where every admitted group and every started trajectory has gone.
+
+    The accounting law: ``admitted = trained + filtered + aborted + expired + running + complete + leased``, the
+    filtered and aborted ones by reason. ``failed_attempts`` counts trajectories by cause; each was played again
+    or ended with its group.
+    """
+
+    admitted: int
+    trained: int
+    filtered: dict[str, int]
+    aborted: dict[str, int]
+    expired: int
+    running: int
+    complete: int
+    leased: int
+    holds: bool
+    late_completions: int
+    failed_attempts: dict[str, int]
+
+
+class PipelineStatistics(msgspec.Struct, frozen=True):
+    """The state of a run at one moment; ``Pipeline.statistics()``."""
+
+    phase: str
+    step: int
+    steps: int
+    elapsed_s: float
+    reward_mean: float | None
+    accuracy: float | None
+    staleness_mean: float
+    staleness_max: int
+    trainer_wait_share: float
+    rollout_wait_share: float
+    tokens_per_s: float
+    live_groups: int
+    running_requests: int
+    waiting_requests: int
+    failed_attempts: int
+    loop_lag_p99_ms: float
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What came of a run. ``ended`` says why: all steps done, or the task source had no more."""
+
+    ended: str
+    steps: int
+    wall_s: float
+    accuracy_before: float | None
+    accuracy_after: float | None
+    staleness_max: int
+    staleness_mean: float
+    staleness_histogram: dict[int, int]
+    stale_trajectories: int
+    trained_trajectories: int
+    trained_tokens: int
+    trainer_wait_s: float
+    rollout_wait_s: float
+    loop_lag_p99_ms: float
+    accounting: Accounting
+    run_dir: str

@@ -1,0 +1,98 @@
+"""The trajectory store: every live group with its members, and every request that no engine has yet.
+
+Invariant: a group is in the store exactly as long as it is live or leased in the ledger, and each of its members
+is played by at most one task at a time. The store decides nothing and knows neither engines nor the trainer.
+"""
+
+import asyncio
+from typing import Generic
+
+from staleflow.coordinator import WaitingRequest
+from staleflow.types import Task, TaskData, Trajectory
+
+
+class Group(Generic[TaskData]):
+    """A live group: its task, its version, and what each member has come to."""
+
+    def __init__(self, group: int, task: Task[TaskData], version: int, size: int) -> None:
+        self.id = group
+        self.task = task
+        self.version = version
+        self.finished: list[Trajectory | None] = [None] * size
+        self.attempts = [0] * size
+        self.players: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def running_members(self) -> int:
+        """Members that have not finished."""
+        return self.finished.count(None)
+
+    def trajectories(self) -> list[Trajectory]:
+        """All members, in order; the group must be complete."""
+        return [trajectory for trajectory in self.finished if trajectory is not None]
+
+    def cancel(self) -> None:
+        """Cancel every member that is being played, dispatched or not."""
+        for player in self.players.values():
+            player.cancel()
+
+
+class TrajectoryStore(Generic[TaskData]):
+    """Live groups by id, and waiting requests in order of arrival."""
+
+    def __init__(self) -> None:
+        self.running_members = 0
+        """Members of live groups that have not finished."""
+        self._groups: dict[int, Group[TaskData]] = {}
+        self._waiting: dict[str, tuple[int, asyncio.Future[int]]] = {}
+
+    @property
+    def groups(self) -> tuple[Group[TaskData], ...]:
+        """All live groups, oldest first."""
+        return tuple(self._groups.values())
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def open(self, group: Group[TaskData]) -> None:
+        """Take in a group that the ledger has admitted."""
+        self._groups[group.id] = group
+        self.running_members += group.running_members
+
+    def finish(self, trajectory: Trajectory) -> None:
+        """Keep what a member has come to."""
+        group = self._groups[trajectory.group]
+        group.finished[trajectory.member] = trajectory
+        del group.players[trajectory.member]
+        self.running_members -= 1
+
+    def close(self, group: int) -> None:
+        """Let go of a group that has ended."""
+        self.running_members -= self._groups.pop(group).running_members
+
+    def get(self, group: int) -> Group[TaskData]:
+        """The live group of this id."""
+        return self._groups[group]
+
+    @property
+    def waiting(self) -> tuple[WaitingRequest, ...]:
+        """The requests that no engine has, oldest first."""
+        return tuple(WaitingRequest(request, version) for request, (version, _) in self._waiting.items())
+
+    def wait_for_engine(self, request_id: str, min_version: int) -> "asyncio.Future[int]":
+        """Queue a request; the future becomes the engine it is routed to. Cancelling it leaves the queue."""
+        chosen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = (min_version, chosen)
+        return chosen
+
+    def forget(self, request_id: str) -> None:
+        """Take a request out of the queue if it is still there."""
+        self._waiting.pop(request_id, None)
+
+    def route(self, request_id: str, engine: int) -> bool:
+        """Give a waiting request its engine; False when it no longer waits."""
+        _, chosen = self._waiting.pop(request_id, (0, None))
+        if chosen is None or chosen.done():
+            return False
+        chosen.set_result(engine)
+        return True

@@ -1,0 +1,1 @@
+"""Training: the protocol in ``base``, the local child in ``local``, plain torch in ``learner`` and ``losses``."""

@@ -1,0 +1,208 @@
+"""The local trainer, controller side: one child process on this machine that runs torch.
+
+Calls are strictly one after the other, so the wire needs no table of futures: a call sends one message and reads
+until the answer with its number. An answer to a call that was cancelled is thereby skipped.
+"""
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from staleflow.errors import ConfigError, TrainerError
+from staleflow.process import Child
+from staleflow.types import StepMetrics, TrainBatch
+
+START_TIMEOUT_S = 300.0
+
+
+class TrainerSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """First message to the child; see :class:`LocalTrainer` for what the settings mean."""
+
+    model: str
+    loss: str
+    learning_rate: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    max_gradient_norm: float
+    clip_low: float
+    clip_high: float
+    normalize_advantages: bool
+    minibatches: int
+    micro_batch_tokens: int
+    temperature: float
+    threads: int
+
+
+class Step(msgspec.Struct, tag=True, frozen=True):
+    """Train on a batch."""
+
+    call: int
+    batch: TrainBatch
+
+
+class Publish(msgspec.Struct, tag=True, frozen=True):
+    """Write the weights to a file."""
+
+    call: int
+    weights: str
+
+
+class Save(msgspec.Struct, tag=True, frozen=True):
+    """Write a checkpoint folder."""
+
+    call: int
+    folder: str
+
+
+class Answer(msgspec.Struct, tag=True, frozen=True):
+    """The call has been carried out; ``error`` says why it could not be."""
+
+    call: int
+    metrics: StepMetrics | None = None
+    error: str | None = None
+
+
+ToChild: TypeAlias = TrainerSettings | Step | Publish | Save
+
+
+class LocalTrainer:
+    """GRPO with AdamW in a child process.
+
+    Args:
+        model: Hugging Face causal LM folder; the same one the engines load.
+        loss: ``"ppo"`` or ``"decoupled_ppo"`` (``staleflow/trainer/losses.py``).
+        learning_rate: of AdamW, constant.
+        betas: of AdamW.
+        weight_decay: of AdamW.
+        max_gradient_norm: gradients are scaled down to this global norm.
+        clip: how far below and above 1 a probability ratio is trusted.
+        normalize_advantages: divide a group's advantages by its standard deviation of rewards.
+        minibatches: optimizer updates per step, but no more than there are groups; each takes an equal share of them.
+        micro_batch_tokens: padded tokens per forward pass; bounds memory, does not change the result.
+        temperature: the sampler's; a mismatch shows as a ``policy_lag_kl`` above 0 at staleness 0.
+        threads: torch threads of the child.
+        step_timeout_s: a step that takes longer ends the run.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        loss: str = "decoupled_ppo",
+        learning_rate: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        max_gradient_norm: float = 1.0,
+        clip: tuple[float, float] = (0.2, 0.28),
+        normalize_advantages: bool = True,
+        minibatches: int = 1,
+        micro_batch_tokens: int = 16_384,
+        temperature: float = 1.0,
+        threads: int = 1,
+        step_timeout_s: float = 1800.0,
+    ) -> None:
+        if not (Path(model) / "config.json").is_file():
+            raise ConfigError(f"model {str(model)!r}: no such Hugging Face folder (it has no config.json)")
+        if loss not in ("ppo", "decoupled_ppo"):
+            raise ConfigError(f"loss is {loss!r}; it must be 'ppo' or 'decoupled_ppo'")
+        positive: dict[str, float] = {
+            "learning_rate": learning_rate,
+            "max_gradient_norm": max_gradient_norm,
+            "clip[0]": clip[0],
+            "clip[1]": clip[1],
+            "minibatches": minibatches,
+            "micro_batch_tokens": micro_batch_tokens,
+            "temperature": temperature,
+            "threads": threads,
+            "step_timeout_s": step_timeout_s,
+        }
+        for name, value in positive.items():
+            if not value > 0:
+                raise ConfigError(f"{name} is {value}; it must be above 0")
+        if not weight_decay >= 0:
+            raise ConfigError(f"weight_decay is {weight_decay}; it must not be negative")
+        for name, beta in (("betas[0]", betas[0]), ("betas[1]", betas[1])):
+            if not 0 <= beta < 1:
+                raise ConfigError(f"{name} is {beta}; it must be at least 0 and below 1")
+        self.settings = TrainerSettings(
+            model=str(model),
+            loss=loss,
+            learning_rate=learning_rate,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=weight_decay,
+            max_gradient_norm=max_gradient_norm,
+            clip_low=clip[0],
+            clip_high=clip[1],
+            normalize_advantages=normalize_advantages,
+            minibatches=minibatches,
+            micro_batch_tokens=micro_batch_tokens,
+            temperature=temperature,
+            threads=threads,
+        )
+        self._step_timeout_s = step_timeout_s
+        self._child: Child[Answer] | None = None
+        self._calls = itertools.count(1)
+
+    async def start(self, log_folder: Path) -> None:
+        """Spawn the child and wait until the model is loaded; raises :class:`TrainerError` with its last log lines."""
+        self._child = await Child.spawn(
+            "trainer",
+            "staleflow.trainer.local_server",
+            log_path=log_folder / "trainer.log",
+            receives=Answer,
+            error=TrainerError,
+        )
+        await self._child.send(self.settings)
+        await self._answer(0, START_TIMEOUT_S)
+
+    async def run(self) -> None:
+        """Watch until cancelled; raises :class:`TrainerError` when the child dies."""
+        raise await self._running().died()
+
+    async def step(self, batch: TrainBatch) -> StepMetrics:
+        """Train on one batch; raises :class:`TrainerError` when the loss is not finite."""
+        call = next(self._calls)
+        await self._running().send(Step(call, batch))
+        metrics = (await self._answer(call, self._step_timeout_s)).metrics
+        if metrics is None:
+            raise TrainerError("the trainer answered a step without metrics")
+        return metrics
+
+    async def publish(self, weights: Path) -> None:
+        """Write the present weights to ``weights``; raises :class:`TrainerError` when that fails."""
+        call = next(self._calls)
+        await self._running().send(Publish(call, str(weights)))
+        await self._answer(call, self._step_timeout_s)
+
+    async def save(self, folder: Path) -> None:
+        """Write a checkpoint to ``folder``; raises :class:`TrainerError` when that fails."""
+        call = next(self._calls)
+        await self._running().send(Save(call, str(folder)))
+        await self._answer(call, self._step_timeout_s)
+
+    async def stop(self) -> None:
+        """End the child. Idempotent."""
+        if self._child is not None:
+            await self._child.stop()
+
+    async def _answer(self, call: int, timeout_s: float) -> Answer:
+        child = self._running()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (answer := await child.receive()).call != call:
+                    continue
+        except TimeoutError:
+            raise TrainerError(f"the trainer did not answer call {call} within {timeout_s:.0f} s") from None
+        if answer.error is not None:
+            raise TrainerError(answer.error)
+        return answer
+
+    def _running(self) -> Child[Answer]:
+        if self._child is None:
+            raise TrainerError("the trainer was not started")
+        return self._child

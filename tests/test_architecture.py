@@ -1,0 +1,63 @@
+"""The direction of dependencies: types, errors, clock <- stages <- pipeline <- examples."""
+
+import ast
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted((ROOT / "staleflow").rglob("*.py"))
+FOUNDATIONS = {"clock", "errors", "types"}
+STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_folder", "view", "process"}
+RUN_IN_CHILDREN = {"engines/embedded_server.py", "trainer/learner.py", "trainer/local_server.py", "trainer/losses.py"}
+
+
+def imports(module: Path, *, top_level_only: bool = False) -> set[str]:
+    tree = ast.parse(module.read_text())
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return found | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+
+
+def own_imports(module: Path) -> set[str]:
+    return {name.removeprefix("staleflow.") for name in imports(module) if name.startswith("staleflow.")}
+
+
+def name_of(module: Path) -> str:
+    return str(module.relative_to(ROOT / "staleflow"))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_stages_meet_only_in_types_and_base(module: Path) -> None:
+    stage = Path(name_of(module)).parts[0].removesuffix(".py")
+    if stage in FOUNDATIONS:
+        assert own_imports(module) <= FOUNDATIONS
+    if stage in STAGES:
+        others = {name for name in own_imports(module) if name.split(".")[0] in STAGES - {stage, "process"}}
+        assert {name for name in others if not name.endswith(".base")} == set()
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_only_the_face_of_the_package_knows_the_pipeline(module: Path) -> None:
+    if name_of(module) not in {"__init__.py", "runner.py"}:
+        assert "pipeline" not in own_imports(module)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_torch_is_imported_only_in_children(module: Path) -> None:
+    if name_of(module) not in RUN_IN_CHILDREN:
+        heavy = {name.split(".")[0] for name in imports(module, top_level_only=True)}
+        assert not heavy & {"torch", "transformers", "safetensors"}
+
+
+def test_the_core_depends_on_neither_python_nor_io() -> None:
+    manifest = tomllib.loads((ROOT / "core-rs/staleflow-core/Cargo.toml").read_text())
+    assert not set(manifest["dependencies"]) & {"pyo3", "tokio", "rand", "chrono"}
+
+
+def test_the_picture_is_the_same_everywhere() -> None:
+    picture = [line.strip() for line in (ROOT / "ARCHITECTURE.md").read_text().split("```")[1].strip().splitlines()]
+    for path in ("README.md", "staleflow/pipeline.py"):
+        lines = [line.strip() for line in (ROOT / path).read_text().splitlines()]
+        assert any(lines[start : start + len(picture)] == picture for start in range(len(lines))), path

@@ -58,8 +58,8 @@ def main() -> int:
     started_s = time.monotonic()
     config = staleflow.Config(
         steps=options.steps,
-        batch_size=32,
-        group_size=8,
+        batch_size=64,
+        group_size=4,
         max_staleness=options.max_staleness,
         evaluate_every_steps=50,
     )
@@ -125,7 +125,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="train steps")
     parser.add_argument("--seed", type=int, default=1, help="of the model, the split, the order of tasks, the sampler")
     parser.add_argument("--loss", choices=("ppo", "decoupled_ppo"), default="decoupled_ppo")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--run-dir", type=Path, default=None, help="run folder (default: runs/<local time>)")
     return parser.parse_args()
 

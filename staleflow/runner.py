@@ -1,6 +1,7 @@
 """Run a pipeline from ordinary code: an event loop, and Ctrl-C as a user expects it."""
 
 import asyncio
+import gc
 import sys
 from collections.abc import Callable
 
@@ -15,12 +16,18 @@ def run(pipeline: Pipeline[TaskData]) -> Report:
     Ctrl-C ends the run in order, with a checkpoint if a step was trained, and raises ``SystemExit(130)``. A second
     Ctrl-C does not wait for that. Inside a running event loop, await :meth:`Pipeline.run` instead.
     """
+    # What was imported before the run lives as long as the process; a full collection that walks all of it (torch,
+    # say) would stop the event loop for a tenth of a second.
+    gc.collect()
+    gc.freeze()
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(pipeline.run())
     except KeyboardInterrupt:
         print(f"\nInterrupted; the run folder is {pipeline.run_dir}", file=sys.stderr)
         raise SystemExit(130) from None
+    finally:
+        gc.unfreeze()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -69,7 +69,13 @@ def main() -> int:
         tasks=staleflow.ListTasks(train, seed=options.seed),
         rollout=rollout,
         engines=[staleflow.EmbeddedEngine(model, capacity=256, seed=options.seed)],
-        trainer=staleflow.LocalTrainer(model, loss=options.loss, learning_rate=options.learning_rate),
+        trainer=staleflow.LocalTrainer(
+            model,
+            loss=options.loss,
+            learning_rate=options.learning_rate,
+            warmup_steps=10,
+            decay_steps=options.steps,
+        ),
         config=config,
         held_out=held_out,
         run_dir=options.run_dir,
@@ -122,10 +128,10 @@ def _options() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--max-staleness", type=int, default=2, help="hard bound in versions; 0 is synchronous")
-    parser.add_argument("--steps", type=int, default=300, help="train steps")
+    parser.add_argument("--steps", type=int, default=600, help="train steps")
     parser.add_argument("--seed", type=int, default=1, help="of the model, the split, the order of tasks, the sampler")
     parser.add_argument("--loss", choices=("ppo", "decoupled_ppo"), default="decoupled_ppo")
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--learning-rate", type=float, default=7e-4, help="at the first step; falls to a tenth")
     parser.add_argument("--run-dir", type=Path, default=None, help="run folder (default: runs/<local time>)")
     return parser.parse_args()
 

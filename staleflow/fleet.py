@@ -98,8 +98,8 @@ class Fleet:
 
         Raises :class:`EngineError` when the engine cannot serve the request or its reply is malformed.
         """
-        turn = len(trajectory.segments)
-        request_id = f"{trajectory.group}.{trajectory.member}.{trajectory.attempt}.{turn}"
+        request_id = f"{trajectory.group}.{trajectory.member}.{trajectory.attempt}.{trajectory.requests}"
+        trajectory.requests += 1
         request = GenerateRequest(request_id, trajectory.token_ids, max_new_tokens)
         chosen = self._store.wait_for_engine(request_id, min_version)
         self._changed()
@@ -113,8 +113,8 @@ class Fleet:
                 self.load.ended()
                 self._changed()
         check_generation(request, generation, oldest=min_version, published=self._published())
-        if trajectory.first_token_s is None:
-            trajectory.first_token_s = clock.now()
+        if trajectory.first_segment_s is None:
+            trajectory.first_segment_s = clock.now()
         trajectory.segments.append(Segment(generation.token_ids, True, index, generation.logprobs, generation.versions))
         return generation.finish_reason
 

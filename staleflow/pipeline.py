@@ -166,7 +166,9 @@ class Pipeline(Generic[TaskData]):
         return life.result()
 
     def statistics(self) -> PipelineStatistics:
-        """The state of the run now; to be called while it runs."""
+        """The state of the run now. Raises :class:`ConfigError` before ``run`` has begun."""
+        if self._phase == "new":
+            raise ConfigError("statistics of a run that has not begun; call run() first")
         return self._recorder.statistics(
             self._ledger.statistics(),
             phase=self._phase,

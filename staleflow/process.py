@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
@@ -28,8 +29,8 @@ Received = TypeVar("Received")
 
 STOP_GRACE_S = 5.0
 LOG_TAIL_LINES = 20
-# Children yield the processor to the controller: its loop must answer within milliseconds on a busy machine.
-CHILD_NICENESS = 5
+LOG_TAIL_BYTES = 8192
+CHILD_NICENESS = 10
 
 
 def _frame(message: msgspec.Struct) -> bytes:
@@ -70,6 +71,7 @@ class Child(Generic[Received]):
         ends its children in order.
         """
         ours, theirs = socket.socketpair()
+        process = None
         try:
             with log_path.open("ab") as log:
                 process = await asyncio.create_subprocess_exec(
@@ -83,12 +85,17 @@ class Child(Generic[Received]):
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
+            theirs.close()
+            reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
             ours.close()
+            if process is not None:
+                # It would end by itself, but only once its imports are done.
+                process.kill()
+                await process.wait()
             raise
         finally:
             theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours)
         return cls(name, process, reader, writer, log_path, receives, error)
 
     async def send(self, message: msgspec.Struct) -> None:
@@ -148,17 +155,30 @@ class Child(Generic[Received]):
         return self._error(f"{self.name} (pid {self.pid}) {how}.{self._log_tail()}")
 
     def _log_tail(self) -> str:
-        lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        try:
+            with self._log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        except OSError as error:
+            return f" Its log {self._log_path} cannot be read: {error.strerror}."
         if not lines:
             return f" Its log {self._log_path} is empty."
         return "\n".join([f" Last lines of {self._log_path}:", *(f"  | {line}" for line in lines)])
+
+
+def _yield_processor() -> None:
+    """Give way to the controller, whose loop must answer within milliseconds on a busy machine."""
+    os.nice(CHILD_NICENESS)
+    # Linux shares the processor between sessions first, and a child has a session of its own.
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(CHILD_NICENESS))
 
 
 class Parent(Generic[Received]):
     """The controller, as a child process sees it: iterate for its requests, ``send`` the answers."""
 
     def __init__(self, receives: type[Received]) -> None:
-        os.nice(CHILD_NICENESS)
+        _yield_processor()
         self._socket = socket.socket(fileno=int(sys.argv[1]))
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
         self._requests: queue.SimpleQueue[Received] = queue.SimpleQueue()
@@ -186,13 +206,25 @@ class Parent(Generic[Received]):
         os._exit(1)
 
     def _read(self) -> None:
+        code = 0
+        try:
+            self._read_requests()
+        except ConnectionError:
+            # The parent went away with answers unread.
+            pass
+        except BaseException:  # noqa: BLE001 - without this thread nothing would notice that the parent is gone
+            traceback.print_exc()
+            code = 1
+        # The parent hung up or died. Whatever this process computes now has no reader, so it ends at once,
+        # without waiting for a train step or a decode loop to notice.
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _read_requests(self) -> None:
         stream = self._socket.makefile("rb")
         while len(header := stream.read(4)) == 4:
             body_bytes = int.from_bytes(header, "little")
             body = stream.read(body_bytes)
             if len(body) < body_bytes:
-                break
+                return
             self._requests.put(self._decoder.decode(body))
-        # The parent hung up or died. Whatever this process computes now has no reader, so it ends at once,
-        # without waiting for a train step or a decode loop to notice.
-        os._exit(0)

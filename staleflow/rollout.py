@@ -80,17 +80,21 @@ class LLM:
                 f"{length} tokens so far and max_new_tokens={max_new_tokens} exceed the {self._max_model_tokens} "
                 "tokens that the engines can serve"
             )
+        segments = self._trajectory.segments
+        before = len(segments)
         if injected:
-            self._trajectory.segments.append(Segment(injected, sampled=False))
-        before = len(self._trajectory.segments)
+            segments.append(Segment(injected, sampled=False))
         self.busy = True
         try:
             finish_reason = await self._generate(self._trajectory, max_new_tokens)
+        except BaseException:
+            # A call that failed has said nothing, so that a rollout which tries again does not repeat its prompt.
+            del segments[before:]
+            raise
         finally:
             self.busy = False
-        answer = self._trajectory.segments[before:]
-        token_ids = [token for segment in answer for token in segment.token_ids]
-        logprobs = [logprob for segment in answer for logprob in segment.logprobs]
+        token_ids = [token for segment in segments[before:] if segment.sampled for token in segment.token_ids]
+        logprobs = [logprob for segment in segments[before:] for logprob in segment.logprobs]
         text = "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
         return Completion(text, token_ids, logprobs, finish_reason)
 

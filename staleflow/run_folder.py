@@ -69,9 +69,9 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            with self._writing(self.path):
-                self._events.close()
-                self._metrics.close()
+            # Both, even if the first cannot write what it still holds.
+            with self._writing(self.path), self._metrics, self._events:
+                pass
         except RunFolderError:
             # The first error is the one to show.
             if error is None:

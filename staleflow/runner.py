@@ -24,7 +24,9 @@ def run(pipeline: Pipeline[TaskData]) -> Report:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(pipeline.run())
     except KeyboardInterrupt:
-        print(f"\nInterrupted; the run folder is {pipeline.run_dir}", file=sys.stderr)
+        checkpoint = pipeline.run_dir / "checkpoint"
+        saved = f"the checkpoint is {checkpoint}" if checkpoint.exists() else "there is no checkpoint"
+        print(f"\nInterrupted; {saved}", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         gc.unfreeze()

@@ -59,8 +59,9 @@ class Segment(msgspec.Struct, frozen=True):
 class Trajectory(msgspec.Struct):
     """One member of a group: everything the policy saw and said for one task, and what it earned.
 
-    Times are seconds on the controller's clock. They are three on purpose: a trajectory stamped only when it
-    was admitted looks older than it is, one stamped only when it finished looks younger.
+    Times are seconds on the controller's clock, of admission, of the first sampled segment's arrival and of the reward.
+    They are three on purpose: a trajectory stamped only when it was admitted looks older than it is, one stamped only
+    when it finished looks younger. ``requests`` counts those sent to engines, whatever came of them.
     """
 
     task: int
@@ -69,7 +70,8 @@ class Trajectory(msgspec.Struct):
     attempt: int
     admitted_s: float
     segments: list[Segment] = []
-    first_token_s: float | None = None
+    requests: int = 0
+    first_segment_s: float | None = None
     finished_s: float | None = None
     reward: float | None = None
 
@@ -106,6 +108,7 @@ class StepMetrics(msgspec.Struct, frozen=True):
 
     ``policy_lag_kl`` is the mean of ``exp(d) - 1 - d`` over sampled tokens, with ``d`` the trainer's logprob before
     the step minus the behaviour logprob (the k3 estimator): how far the data is from the policy that trains on it.
+    With several minibatches it is that of the first, since the others see weights the step has already changed.
     """
 
     loss: float

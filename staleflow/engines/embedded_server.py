@@ -133,7 +133,9 @@ class Server:
         self._history = VersionHistory()
         self._oldest: dict[str, int] = {}
         self._paused = ExitStack()
-        self._manager.start()
+        # The decode thread inherits this mode and is faster for it; weights stay ordinary tensors that can be updated.
+        with torch.inference_mode():
+            self._manager.start()
         threading.Thread(target=self._deliver, name="deliver", daemon=True).start()
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or setup.cache_tokens
         self._max_model_tokens = min(limit, setup.cache_tokens)

@@ -21,6 +21,7 @@ from staleflow.trainer.local import TrainerSettings
 from staleflow.trainer.losses import LOSSES, Clip, group_advantages
 from staleflow.types import StepMetrics, TrainBatch, Trajectory
 
+DECAYED_SHARE = 0.1
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -116,6 +117,7 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._learning_rate_share)
 
     def step(self, batch: TrainBatch) -> StepMetrics:
         """Train on one batch; raises :class:`TrainerError` when the loss or the gradient is not finite.
@@ -132,6 +134,7 @@ class Learner:
         needs_proximal = settings.loss != "ppo" and count > 1
         proximal = self._logprobs_of_all(sequences) if needs_proximal else None
         updates = [self._update(sequences, chosen, proximal, batch.step) for chosen in minibatches]
+        self._schedule.step()
         tokens = sum(update.tokens for update in updates)
 
         def token_mean(name: str) -> float:
@@ -146,6 +149,13 @@ class Learner:
             policy_lag_kl=updates[0].policy_lag_kl,
             tokens=tokens,
         )
+
+    def _learning_rate_share(self, step: int) -> float:
+        """Part of the learning rate that step number ``step``, from 0, trains with."""
+        warmup, decay = self._settings.warmup_steps, self._settings.decay_steps
+        warmed = min(1.0, (step + 1) / (warmup + 1))
+        decayed = 1.0 if decay is None else max(DECAYED_SHARE, 1.0 - (1.0 - DECAYED_SHARE) * step / decay)
+        return warmed * decayed
 
     def write_weights(self, path: Path) -> None:
         """Write every parameter, by name and once if tied, as safetensors."""

@@ -24,6 +24,8 @@ class TrainerSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     model: str
     loss: str
     learning_rate: float
+    warmup_steps: int
+    decay_steps: int | None
     beta1: float
     beta2: float
     weight_decay: float
@@ -75,7 +77,9 @@ class LocalTrainer:
     Args:
         model: Hugging Face causal LM folder; the same one the engines load.
         loss: ``"ppo"`` or ``"decoupled_ppo"`` (``staleflow/trainer/losses.py``).
-        learning_rate: of AdamW, constant.
+        learning_rate: of AdamW.
+        warmup_steps: steps over which the learning rate rises linearly, while AdamW has seen few gradients.
+        decay_steps: steps over which the learning rate falls linearly to a tenth, and then stays; None keeps it.
         betas: of AdamW.
         weight_decay: of AdamW.
         max_gradient_norm: gradients are scaled down to this global norm.
@@ -94,6 +98,8 @@ class LocalTrainer:
         *,
         loss: str = "decoupled_ppo",
         learning_rate: float = 1e-5,
+        warmup_steps: int = 0,
+        decay_steps: int | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_gradient_norm: float = 1.0,
@@ -119,12 +125,14 @@ class LocalTrainer:
             "temperature": temperature,
             "threads": threads,
             "step_timeout_s": step_timeout_s,
+            "decay_steps": 1 if decay_steps is None else decay_steps,
         }
         for name, value in positive.items():
             if not value > 0:
                 raise ConfigError(f"{name} is {value}; it must be above 0")
-        if not weight_decay >= 0:
-            raise ConfigError(f"weight_decay is {weight_decay}; it must not be negative")
+        for name, value in (("weight_decay", weight_decay), ("warmup_steps", warmup_steps)):
+            if not value >= 0:
+                raise ConfigError(f"{name} is {value}; it must not be negative")
         for name, beta in (("betas[0]", betas[0]), ("betas[1]", betas[1])):
             if not 0 <= beta < 1:
                 raise ConfigError(f"{name} is {beta}; it must be at least 0 and below 1")
@@ -132,6 +140,8 @@ class LocalTrainer:
             model=str(model),
             loss=loss,
             learning_rate=learning_rate,
+            warmup_steps=warmup_steps,
+            decay_steps=decay_steps,
             beta1=betas[0],
             beta2=betas[1],
             weight_decay=weight_decay,

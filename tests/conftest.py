@@ -1,0 +1,45 @@
+"""Fixtures of all tests."""
+
+import itertools
+import os
+from pathlib import Path
+from typing import Unpack
+
+import pytest
+from support import Parts, Scripted, ScriptedRun, Spawn
+from tiny_child import Reply
+
+from staleflow import Config
+from staleflow.errors import EngineError
+from staleflow.process import Child
+
+
+@pytest.fixture
+def scripted(tmp_path: Path) -> Scripted:
+    """Make pipelines on scripted parts; see :class:`support.ScriptedRun`."""
+    numbers = itertools.count(1)
+
+    def make(config: Config, **parts: Unpack[Parts]) -> ScriptedRun:
+        return ScriptedRun(config, tmp_path / f"scripted-{next(numbers)}", **parts)
+
+    return make
+
+
+@pytest.fixture
+def importable_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``python -m`` in a child find the modules beside this file."""
+    here = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent)]))
+
+
+@pytest.fixture
+def spawn(importable_children: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spawn:
+    """Start a child that behaves as told; see ``tiny_child``."""
+
+    async def start(behaviour: str) -> Child[Reply]:
+        monkeypatch.setenv("TINY_CHILD", behaviour)
+        return await Child.spawn(
+            "engine-0", "tiny_child", log_path=tmp_path / "engine-0.log", receives=Reply, error=EngineError
+        )
+
+    return start

@@ -1,0 +1,75 @@
+"""What the tests with real models share: tiny Llamas, weights files, and the logprobs that plain torch gives."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from staleflow.testing import character_llama
+from staleflow.types import Segment, Trajectory
+
+ALPHABET = "0123456789+="
+VOCABULARY = 2 + len(ALPHABET)
+EOS = 1
+
+
+def endless_llama(folder: Path, *, max_tokens: int = 512) -> Path:
+    """A tiny Llama that has no end token, so that it always samples as much as it is asked for."""
+    character_llama(folder, ALPHABET, hidden_size=32, layers=2, max_tokens=max_tokens)
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
+    return folder
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+
+
+def write_parameters(model: Any, path: Path) -> Path:
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.detach().clone() for name, tensor in model.named_parameters()}, path)
+    return path
+
+
+def always(model: Any, token: int) -> Any:
+    """Change a Llama with tied embeddings so that it says ``token`` with certainty, whatever it has read.
+
+    Layers add nothing to the residual stream, which is the embedding: one dimension, twice as large for ``token``.
+    """
+    import torch
+
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.zero_()
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        model.model.embed_tokens.weight[token, 0] = 2.0
+        model.model.norm.weight.zero_()
+        model.model.norm.weight[0] = 20.0
+    return model
+
+
+def plain_logprobs(model: Any, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> list[float]:
+    """Logprobs of ``tokens`` after ``prompt``, by one plain forward pass."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, :-1].double() / temperature
+    chosen = logits.log_softmax(-1).gather(1, torch.tensor(prompt + tokens)[1:, None])[:, 0]
+    return [float(value) for value in chosen[len(prompt) - 1 :]]
+
+
+def sampled(tokens: list[int], logprobs: list[float]) -> Segment:
+    return Segment(tokens, True, 0, logprobs, [0] * len(tokens))
+
+
+def injected(*tokens: int) -> Segment:
+    return Segment(list(tokens), False)
+
+
+def trajectory(group: int, member: int, reward: float, *segments: Segment) -> Trajectory:
+    return Trajectory(group, group, member, 0, 0.0, segments=list(segments), reward=reward)

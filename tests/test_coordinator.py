@@ -1,0 +1,98 @@
+import random
+
+import pytest
+
+from staleflow.coordinator import Admit, EngineView, Health, LeastLoad, Route, Snapshot, Sync, WaitingRequest
+
+
+def engine(
+    index: int, *, version: int = 0, running: int = 0, capacity: int = 4, health: Health = Health.HEALTHY
+) -> EngineView:
+    return EngineView(index, version, health, running, capacity)
+
+
+def snapshot(
+    *engines: EngineView,
+    waiting: list[tuple[str, int]] | None = None,
+    running_members: int = 0,
+    group_size: int = 1,
+    wanted_groups: int = 0,
+    published: int = 0,
+) -> Snapshot:
+    requests = tuple(WaitingRequest(request, version) for request, version in waiting or [])
+    return Snapshot(engines, requests, running_members, group_size, wanted_groups, published)
+
+
+def decide(snapshot: Snapshot) -> list[Route | Admit | Sync]:
+    return LeastLoad().decide(snapshot)
+
+
+def test_nothing_to_do() -> None:
+    assert decide(snapshot(engine(0), engine(1))) == []
+
+
+def test_requests_go_to_the_least_loaded_engine_oldest_first() -> None:
+    engines = (engine(0, running=2), engine(1, running=1))
+    waiting = [("a", 0), ("b", 0), ("c", 0)]
+    assert decide(snapshot(*engines, waiting=waiting)) == [Route("a", 1), Route("b", 0), Route("c", 1)]
+
+
+def test_no_engine_gets_more_than_its_capacity() -> None:
+    engines = (engine(0, running=3), engine(1, running=4))
+    assert decide(snapshot(*engines, waiting=[("a", 0), ("b", 0)])) == [Route("a", 0)]
+
+
+def test_request_goes_only_where_the_weights_are_new_enough() -> None:
+    engines = (engine(0, version=1), engine(1, version=2, running=3))
+    waiting = [("a", 2), ("b", 2), ("c", 1)]
+    assert decide(snapshot(*engines, waiting=waiting, published=1)) == [Route("a", 1), Route("c", 0)]
+
+
+def test_engine_behind_is_synced_once() -> None:
+    engines = (engine(0, version=1), engine(1, version=2), engine(2, version=1, health=Health.SYNCING))
+    assert decide(snapshot(*engines, published=2)) == [Sync(0, 2)]
+
+
+def test_group_is_admitted_at_the_newest_version_where_there_is_room() -> None:
+    engines = (engine(0, version=2, running=1), engine(1, version=2), engine(2, version=1))
+    assert Admit(1) in decide(snapshot(*engines, wanted_groups=1, running_members=1, published=2))
+
+
+@pytest.mark.parametrize(("running_members", "admitted"), [(0, True), (4, True), (5, False), (8, False)])
+def test_no_more_members_than_the_engines_can_run(running_members: int, admitted: bool) -> None:
+    view = snapshot(engine(0), engine(1), wanted_groups=9, running_members=running_members, group_size=4)
+    assert (Admit(0) in decide(view)) == admitted
+
+
+def test_group_larger_than_all_engines_is_admitted_alone() -> None:
+    assert decide(snapshot(engine(0), wanted_groups=1, group_size=100)) == [Admit(0)]
+    assert decide(snapshot(engine(0), wanted_groups=1, group_size=100, running_members=1)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_decision_is_a_function_of_the_snapshot_and_never_overloads(seed: int) -> None:
+    rng = random.Random(seed)
+    engines = tuple(
+        engine(
+            index,
+            version=rng.randrange(4),
+            running=rng.randrange(5),
+            capacity=rng.randint(1, 6),
+            health=rng.choice(list(Health)),
+        )
+        for index in range(rng.randint(1, 4))
+    )
+    waiting = [(f"{n}", rng.randrange(5)) for n in range(rng.randrange(12))]
+    view = snapshot(*engines, waiting=waiting, wanted_groups=rng.randrange(3), published=3)
+    commands = decide(view)
+    assert commands == decide(view)
+    needs = dict(waiting)
+    running = {engine.engine: engine.running for engine in engines}
+    for command in commands:
+        if isinstance(command, Route):
+            running[command.engine] += 1
+            assert running[command.engine] <= engines[command.engine].capacity
+            assert engines[command.engine].version >= needs.pop(command.request_id)
+    # Whoever still waits has no engine with room that is new enough.
+    for version in needs.values():
+        assert not [e for e in engines if e.version >= version and running[e.engine] < e.capacity]

@@ -1,0 +1,82 @@
+"""The local trainer with a real child: the wire around the learner."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from models import ALPHABET, injected, load, sampled, trajectory
+
+from staleflow import LocalTrainer
+from staleflow.errors import TrainerError
+from staleflow.testing import character_llama
+from staleflow.trainer.learner import Learner
+from staleflow.types import TrainBatch
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return character_llama(tmp_path_factory.mktemp("model"), ALPHABET, hidden_size=32)
+
+
+def batch(step: int) -> TrainBatch:
+    members = [
+        trajectory(0, member, float(member), injected(3, 4), sampled([5 + step, 6 + member], [-2.5, -2.6]))
+        for member in range(2)
+    ]
+    return TrainBatch(step, [members])
+
+
+def test_trains_publishes_and_saves_over_the_wire(model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    trainer = LocalTrainer(model, learning_rate=1e-3)
+
+    async def main() -> None:
+        await trainer.start(tmp_path)
+        running = asyncio.create_task(trainer.run())
+        first = await trainer.step(batch(0))
+
+        # The answer to a call that was cancelled is not taken for that to the next one.
+        cancelled = asyncio.create_task(trainer.step(batch(1)))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait({cancelled})
+        await trainer.publish(tmp_path / "weights")
+        third = await trainer.step(batch(2))
+
+        with pytest.raises(TrainerError, match="Publish failed"):
+            await trainer.publish(tmp_path / "missing" / "weights")
+        (tmp_path / "file").touch()
+        with pytest.raises(TrainerError, match="Save failed"):
+            await trainer.save(tmp_path / "file" / "checkpoint")
+        await trainer.save(tmp_path / "checkpoint")
+        assert not running.done()
+        running.cancel()
+        await trainer.stop()
+        await trainer.stop()
+        for measured, wanted in ((first, expected[0]), (third, expected[2])):
+            assert msgspec.structs.asdict(measured) == pytest.approx(msgspec.structs.asdict(wanted), rel=1e-4, abs=1e-6)
+
+    learner = Learner(trainer.settings)
+    expected = []
+    for step in range(3):
+        if step == 2:
+            learner.write_weights(tmp_path / "expected")
+        expected.append(learner.step(batch(step)))
+    asyncio.run(main())
+    # The cancelled step is part of both: the child had it already.
+    torch.testing.assert_close(load_file(tmp_path / "weights"), load_file(tmp_path / "expected"), rtol=1e-4, atol=1e-5)
+    saved = dict(load(tmp_path / "checkpoint").named_parameters())
+    torch.testing.assert_close(saved, dict(learner._model.named_parameters()), rtol=1e-4, atol=1e-5)
+
+
+def test_calls_before_the_start_are_refused(model: Path) -> None:
+    with pytest.raises(TrainerError, match="not started"):
+        asyncio.run(LocalTrainer(model).step(batch(0)))

@@ -68,7 +68,7 @@ def main() -> int:
     pipeline = staleflow.Pipeline(
         tasks=staleflow.ListTasks(train, seed=options.seed),
         rollout=rollout,
-        engines=[staleflow.EmbeddedEngine(model, capacity=256, seed=options.seed)],
+        engines=[staleflow.EmbeddedEngine(model, seed=options.seed)],
         trainer=staleflow.LocalTrainer(
             model,
             loss=options.loss,

@@ -106,7 +106,10 @@ class TrainBatch(msgspec.Struct, frozen=True):
 class StepMetrics(msgspec.Struct, frozen=True):
     """What the trainer measured in one step.
 
-    ``policy_lag_kl`` is the mean of ``exp(d) - 1 - d`` over sampled tokens, with ``d`` the trainer's logprob before
+    ``loss`` is the mean over all sampled ``tokens`` of the batch. ``entropy``, ``clipped_share`` and ``policy_lag_kl``
+    are means over those with an advantage, the only ones that are computed; 0 when there is none.
+
+    ``policy_lag_kl`` is the mean of ``exp(d) - 1 - d`` with ``d`` the trainer's logprob before
     the step minus the behaviour logprob (the k3 estimator): how far the data is from the policy that trains on it.
     With several minibatches it is that of the first, since the others see weights the step has already changed.
     """

@@ -185,12 +185,40 @@ def test_loss_that_is_not_finite_is_refused(model: Path) -> None:
     learner = make(model)
     before = weights(learner)
     data = batch()
-    data.groups[0][0].segments[1].logprobs[0] = math.nan
+    best = max(data.groups[1], key=lambda member: member.reward or 0.0)
+    best.segments[1].logprobs[0] = math.nan
     with pytest.raises(TrainerError, match="step 0: loss nan"):
         learner.step(data)
     for name, value in weights(learner).items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
     assert math.isfinite(learner.step(batch()).loss)
+
+
+def test_groups_of_equal_rewards_only_count_in_the_mean(model: Path) -> None:
+    data, equal = batch(), batch(1)
+    for group in equal.groups:
+        for member in group:
+            member.reward = 0.5
+    without = make(model).step(data)
+    with_equal = make(model).step(TrainBatch(0, data.groups + equal.groups))
+    assert with_equal.tokens > without.tokens
+    assert with_equal.loss * with_equal.tokens == pytest.approx(without.loss * without.tokens, rel=1e-5)
+    assert with_equal.gradient_norm * with_equal.tokens == pytest.approx(
+        without.gradient_norm * without.tokens, rel=1e-5
+    )
+    assert with_equal.entropy == pytest.approx(without.entropy, rel=1e-6)
+
+
+def test_batch_of_equal_rewards_changes_nothing(model: Path) -> None:
+    learner = make(model)
+    before = weights(learner)
+    data = batch()
+    for member in data.trajectories:
+        member.reward = 0.5
+    metrics = learner.step(data)
+    assert (metrics.loss, metrics.gradient_norm, metrics.entropy) == (0.0, 0.0, 0.0)
+    for name, value in weights(learner).items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
 
 
 def test_temperature_divides_the_logits(model: Path) -> None:
@@ -247,8 +275,8 @@ def test_learning_rate_rises_then_falls_to_a_tenth(model: Path) -> None:
     learner = make(model, learning_rate=0.01, warmup_steps=3, decay_steps=8)
     used = []
     for step in range(12):
-        used.append(learner._optimizer.param_groups[0]["lr"])
         learner.step(batch(step))
+        used.append(learner._optimizer.param_groups[0]["lr"])
     warmed = [0.25, 0.5, 0.75, *[1.0] * 9]
     decayed = [1 - 0.9 * step / 8 for step in range(9)] + [0.1] * 3
     assert used == pytest.approx([0.01 * share * part for share, part in zip(warmed, decayed, strict=True)])

@@ -99,6 +99,18 @@ def _padded(rows: Sequence[list[int] | list[bool] | list[float]], dtype: torch.d
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=dtype)
 
 
+class _Update(NamedTuple):
+    """What one optimizer update measured; the sums run over the tokens that have an advantage."""
+
+    loss: float
+    gradient_norm: float
+    entropy_sum: float
+    clipped_sum: float
+    lag_sum: float
+    measured_tokens: int
+    tokens: int
+
+
 class Learner:
     """A causal LM with its optimizer."""
 
@@ -117,7 +129,6 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._learning_rate_share)
 
     def step(self, batch: TrainBatch) -> StepMetrics:
         """Train on one batch; raises :class:`TrainerError` when the loss or the gradient is not finite.
@@ -125,6 +136,8 @@ class Learner:
         The update that failed has changed nothing; with several minibatches those before it have been made.
         """
         settings = self._settings
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = settings.learning_rate * self._learning_rate_share(batch.step)
         sequences = collate(batch.groups, normalize=settings.normalize_advantages)
         rows = torch.arange(len(sequences.inputs)).split([len(group) for group in batch.groups])
         count = min(settings.minibatches, len(rows))
@@ -134,24 +147,20 @@ class Learner:
         needs_proximal = settings.loss != "ppo" and count > 1
         proximal = self._logprobs_of_all(sequences) if needs_proximal else None
         updates = [self._update(sequences, chosen, proximal, batch.step) for chosen in minibatches]
-        self._schedule.step()
-        tokens = sum(update.tokens for update in updates)
-
-        def token_mean(name: str) -> float:
-            return sum(float(getattr(update, name)) * update.tokens for update in updates) / tokens
-
+        measured = max(sum(update.measured_tokens for update in updates), 1)
+        # Later minibatches see weights that this step has already changed.
+        first = updates[0]
         return StepMetrics(
-            loss=token_mean("loss"),
+            loss=sum(update.loss * update.tokens for update in updates) / sum(update.tokens for update in updates),
             gradient_norm=max(update.gradient_norm for update in updates),
-            entropy=token_mean("entropy"),
-            clipped_share=token_mean("clipped_share"),
-            # Later minibatches see weights that this step has already changed.
-            policy_lag_kl=updates[0].policy_lag_kl,
-            tokens=tokens,
+            entropy=sum(update.entropy_sum for update in updates) / measured,
+            clipped_share=sum(update.clipped_sum for update in updates) / measured,
+            policy_lag_kl=first.lag_sum / max(first.measured_tokens, 1),
+            tokens=sum(update.tokens for update in updates),
         )
 
     def _learning_rate_share(self, step: int) -> float:
-        """Part of the learning rate that step number ``step``, from 0, trains with."""
+        """Part of the learning rate that step number ``step``, from 0, trains with: a function of nothing else."""
         warmup, decay = self._settings.warmup_steps, self._settings.decay_steps
         warmed = min(1.0, (step + 1) / (warmup + 1))
         decayed = 1.0 if decay is None else max(DECAYED_SHARE, 1.0 - (1.0 - DECAYED_SHARE) * step / decay)
@@ -176,42 +185,45 @@ class Learner:
         partial.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _update(self, sequences: Sequences, rows: Tensor, proximal: Tensor | None, step: int) -> StepMetrics:
+    def _update(self, sequences: Sequences, rows: Tensor, proximal: Tensor | None, step: int) -> "_Update":
         settings = self._settings
-        loss_function = LOSSES[settings.loss]
-        clip = Clip(settings.clip_low, settings.clip_high)
         tokens = int(sequences.sampled[rows].sum())
+        # Both losses are proportional to the advantage. A sequence without one has no gradient: it counts in the
+        # mean but need not be computed, which in groups of equal rewards saves all of the work.
+        learning = rows[sequences.advantages[rows] != 0]
+        if len(learning) == 0:
+            return _Update(0.0, 0.0, 0.0, 0.0, 0.0, 0, tokens)
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         self._optimizer.zero_grad(set_to_none=True)
-        for chosen in self._micro_batches(sequences, rows):
+        for chosen in self._micro_batches(sequences, learning):
             part = sequences.rows(chosen, self._device)
-            policy, entropy = self._logprobs(part)
-            detached = policy.detach()
-            # Before the first update of a step the policy is the proximal policy.
-            anchor = detached
-            if proximal is not None:
-                anchor = proximal[chosen, : part.sampled.shape[1]].to(self._device)[part.sampled]
-            behaviour = part.behaviour_logprobs[part.sampled]
-            advantages = part.advantages.repeat_interleave(part.sampled.sum(1))
-            token_loss = loss_function(policy, anchor, behaviour, advantages, clip)
-            loss = token_loss.loss.sum() / tokens
+            anchor = None if proximal is None else proximal[chosen, : part.sampled.shape[1]].to(self._device)
+            loss, measured = self._loss(part, anchor, tokens)
             loss.backward()
-            lag = (detached - behaviour).double()
-            measured = (loss.detach(), entropy.sum(), token_loss.clipped.sum(), (lag.exp() - 1 - lag).sum())
-            sums += torch.stack([value.double() for value in measured])
+            sums += measured
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), settings.max_gradient_norm).item()
         loss_sum, entropy_sum, clipped_sum, lag_sum = sums.tolist()
         if not (math.isfinite(norm) and math.isfinite(loss_sum)):
             raise TrainerError(f"step {step}: loss {loss_sum} and gradient norm {norm}; this update was not made")
         self._optimizer.step()
-        return StepMetrics(
-            loss=loss_sum,
-            gradient_norm=norm,
-            entropy=entropy_sum / tokens,
-            clipped_share=clipped_sum / tokens,
-            policy_lag_kl=lag_sum / tokens,
-            tokens=tokens,
-        )
+        measured_tokens = int(sequences.sampled[learning].sum())
+        return _Update(loss_sum, norm, entropy_sum, clipped_sum, lag_sum, measured_tokens, tokens)
+
+    def _loss(self, part: Sequences, proximal: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
+        """The part's share of a mean over ``tokens``, and its sums of loss, entropy, clipped tokens and lag."""
+        settings = self._settings
+        policy, entropy = self._logprobs(part)
+        detached = policy.detach()
+        # Before the first update of a step the policy is the proximal policy.
+        anchor = detached if proximal is None else proximal[part.sampled]
+        behaviour = part.behaviour_logprobs[part.sampled]
+        advantages = part.advantages.repeat_interleave(part.sampled.sum(1))
+        clip = Clip(settings.clip_low, settings.clip_high)
+        token_loss = LOSSES[settings.loss](policy, anchor, behaviour, advantages, clip)
+        loss = token_loss.loss.sum() / tokens
+        lag = (detached - behaviour).double()
+        measured = (loss.detach(), entropy.sum(), token_loss.clipped.sum(), (lag.exp() - 1 - lag).sum())
+        return loss, torch.stack([value.double() for value in measured])
 
     def _micro_batches(self, sequences: Sequences, rows: Tensor) -> Iterator[Tensor]:
         # Neighbours in length share a micro-batch, so that little of it is padding.

@@ -152,7 +152,14 @@ class Pipeline(Generic[TaskData]):
         with closing(parameter_server), RunFolder(self._run_dir) as folder:
             self._folder, self._weights = folder, parameter_server
             self._recorder = Recorder(folder, self._fleet.load.idle_s)
-            folder.write_json("config.json", self.config)
+            folder.write_json(
+                "config.json",
+                {
+                    "config": self.config,
+                    "engines": [engine.settings for engine in self._fleet.engines],
+                    "trainer": self._trainer.settings,
+                },
+            )
             try:
                 async with asyncio.TaskGroup() as self._scope:
                     # A task like all others: a group lists its tasks' errors as they came, its body's error last.

@@ -87,6 +87,7 @@ class ScriptedEngine:
         capacity: int = 64,
         tokenizer: Tokenizer | None = None,
     ) -> None:
+        self.settings = {"seed": seed, "token_s": token_s, "update_s": update_s, "capacity": capacity}
         self.capacity = capacity
         self.max_model_tokens = 4096
         self.tokenizer = tokenizer
@@ -147,6 +148,7 @@ class ScriptedTrainer:
     """
 
     def __init__(self, *, step_s: float = 0.2, publish_s: float = 0.02) -> None:
+        self.settings = {"step_s": step_s, "publish_s": publish_s}
         self.batches: list[TrainBatch] = []
         self.saved: list[Path] = []
         self.stopped = False

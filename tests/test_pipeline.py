@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, cast
 
+import msgspec
 import pytest
 from support import Scripted, routed_group
 
@@ -378,3 +379,18 @@ def test_laws_hold_in_a_random_world(scripted: Scripted, seed: int) -> None:
     )
     assert run.run().steps == 6
     assert all(event.reward in (0.0, 1.0) for event in run.events_of(Finished))
+
+
+# -- the run folder ----------------------------------------------------------------------------------------------
+
+
+def test_config_says_what_every_part_was_made_with(scripted: Scripted) -> None:
+    config = Config(steps=1, batch_size=1, group_size=1)
+    run = scripted(
+        config, engines=[ScriptedEngine(seed=1), ScriptedEngine(seed=2)], trainer=ScriptedTrainer(step_s=3.0)
+    )
+    run.run()
+    written = msgspec.json.decode((run.run_dir / "config.json").read_bytes())
+    assert msgspec.convert(written["config"], Config) == config
+    assert [engine["seed"] for engine in written["engines"]] == [1, 2]
+    assert written["trainer"]["step_s"] == 3.0

@@ -24,7 +24,7 @@ def test_everything_a_run_leaves(scripted: Scripted) -> None:
         "logs",
         "metrics.jsonl",
     ]
-    assert json.loads((run.run_dir / "config.json").read_text())["steps"] == 4
+    assert json.loads((run.run_dir / "config.json").read_text())["config"]["steps"] == 4
     metrics = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in metrics] == [0, 1, 2, 3]
     assert list(run.weights.iterdir()) == []

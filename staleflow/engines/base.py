@@ -19,6 +19,10 @@ class Engine(Protocol):
     """One inference engine. Everything but ``start`` may be called only between ``start`` and ``stop``."""
 
     @property
+    def settings(self) -> object:
+        """What it was made with, as something msgspec can encode: it goes into the run folder."""
+
+    @property
     def capacity(self) -> int:
         """How many requests it can usefully run at once."""
 

@@ -122,7 +122,7 @@ class EmbeddedEngine:
             raise ConfigError(f"temperature is {temperature}; it must be above 0 and finite")
         self.model = Path(model)
         self.tokenizer = load_tokenizer(self.model)
-        self._setup = Setup(
+        self.settings = Setup(
             model=str(model),
             capacity=capacity,
             cache_tokens=cache_tokens,
@@ -139,7 +139,7 @@ class EmbeddedEngine:
     @property
     def capacity(self) -> int:
         """How many requests run at once."""
-        return self._setup.capacity
+        return self.settings.capacity
 
     @property
     def max_model_tokens(self) -> int:
@@ -155,8 +155,8 @@ class EmbeddedEngine:
             receives=FromChild,  # type: ignore[arg-type]
             error=EngineError,
         )
-        seed = random.Random(f"{self._setup.seed}/{name}").getrandbits(32)
-        await self._child.send(msgspec.structs.replace(self._setup, seed=seed))
+        seed = random.Random(f"{self.settings.seed}/{name}").getrandbits(32)
+        await self._child.send(msgspec.structs.replace(self.settings, seed=seed))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 ready = await self._child.receive()

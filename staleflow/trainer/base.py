@@ -13,6 +13,10 @@ from staleflow.types import StepMetrics, TrainBatch
 class Trainer(Protocol):
     """Everything but ``start`` may be called only between ``start`` and ``stop``, one call at a time."""
 
+    @property
+    def settings(self) -> object:
+        """What it was made with, as something msgspec can encode: it goes into the run folder."""
+
     async def start(self, log_folder: Path) -> None:
         """Load the initial weights. Raises :class:`TrainerError`."""
 

@@ -1,0 +1,41 @@
+"""The whole path on a CUDA device; the same code runs on CPUs everywhere else."""
+
+from pathlib import Path
+
+import pytest
+
+from staleflow import LLM, Config, EmbeddedEngine, ListTasks, LocalTrainer, Pipeline, run
+from staleflow.testing import character_llama
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+async def rollout(letter: str, llm: LLM) -> float:
+    answer = await llm.generate(f"{letter}:", max_new_tokens=4)
+    return answer.text.count(letter) / 4
+
+
+@pytest.mark.gpu
+@pytest.mark.torch
+@pytest.mark.skipif("not has_cuda()", reason="no CUDA device")
+def test_engine_and_trainer_agree_on_a_gpu(tmp_path: Path) -> None:
+    model = character_llama(tmp_path / "model", "abcdefgh:")
+    pipeline = Pipeline(
+        tasks=ListTasks("abcdefgh"),
+        rollout=rollout,
+        engines=[EmbeddedEngine(model)],
+        trainer=LocalTrainer(model, learning_rate=3e-3),
+        config=Config(steps=40, batch_size=8, group_size=8, max_staleness=0),
+        held_out="abcdefgh" * 16,
+        run_dir=tmp_path / "run",
+        progress=False,
+    )
+    report = run(pipeline)
+    assert report.accuracy_before is not None
+    assert report.accuracy_after is not None
+    assert report.accuracy_after > report.accuracy_before + 0.2
+    assert report.staleness_max == 0

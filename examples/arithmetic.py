@@ -128,7 +128,7 @@ def _options() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--max-staleness", type=int, default=2, help="hard bound in versions; 0 is synchronous")
-    parser.add_argument("--steps", type=int, default=600, help="train steps")
+    parser.add_argument("--steps", type=int, default=900, help="train steps")
     parser.add_argument("--seed", type=int, default=1, help="of the model, the split, the order of tasks, the sampler")
     parser.add_argument("--loss", choices=("ppo", "decoupled_ppo"), default="decoupled_ppo")
     parser.add_argument("--learning-rate", type=float, default=7e-4, help="at the first step; falls to a tenth")

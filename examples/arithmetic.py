@@ -61,7 +61,7 @@ def main() -> int:
         batch_size=64,
         group_size=4,
         max_staleness=options.max_staleness,
-        evaluate_every_steps=50,
+        evaluate_every_steps=100,
     )
     train, held_out = problems(options.seed)
     model = warm_started_model(Path(".cache"), seed=options.seed)

@@ -32,6 +32,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     evaluate_every_steps: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "group_size", "max_staleness", "max_attempts", "evaluate_every_steps"):
+            value, optional = getattr(self, name), name == "evaluate_every_steps"
+            self._require(name, "a whole number", ok=isinstance(value, int) or (optional and value is None))
         for name in ("steps", "batch_size", "group_size", "max_attempts"):
             self._require(name, "at least 1", ok=getattr(self, name) >= 1)
         self._require("max_staleness", "at least 0", ok=self.max_staleness >= 0)
@@ -42,4 +45,4 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     def _require(self, name: str, allowed: str, *, ok: bool) -> None:
         if not ok:
-            raise ConfigError(f"{name} is {getattr(self, name)}; it must be {allowed}")
+            raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")

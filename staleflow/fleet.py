@@ -6,9 +6,7 @@ Invariant: an engine's ``version`` is the last one it has confirmed. It is raise
 a weight update, so no token sampled for a request dispatched now can be older.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -68,11 +66,10 @@ class Fleet:
         """Longest sequence that every engine can serve."""
         return min(slot.engine.max_model_tokens for slot in self._slots)
 
-    async def start(self, logs: Path) -> None:
-        """Start all engines at once."""
-        async with asyncio.TaskGroup() as starting:
-            for index, slot in enumerate(self._slots):
-                starting.create_task(slot.engine.start(f"engine-{index}", logs))
+    @property
+    def capacity(self) -> int:
+        """How many requests all engines together can usefully run at once."""
+        return sum(slot.engine.capacity for slot in self._slots)
 
     def views(self) -> tuple[EngineView, ...]:
         """The engines' part of a snapshot."""

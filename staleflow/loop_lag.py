@@ -20,7 +20,13 @@ class LoopLag:
         while True:
             due = clock.now() + PERIOD_S
             await asyncio.sleep(PERIOD_S)
-            self._samples[round((clock.now() - due) / RESOLUTION_S)] += 1
+            self.add(clock.now() - due)
+
+    def add(self, lag_s: float) -> None:
+        """Count one overshoot, and every sample that the loop was too late to take meanwhile."""
+        self._samples[round(max(lag_s, 0.0) / RESOLUTION_S)] += 1
+        while (lag_s := lag_s - PERIOD_S) > 0:
+            self._samples[round(lag_s / RESOLUTION_S)] += 1
 
     def quantile_ms(self, share: float) -> float:
         """Lag in milliseconds that ``share`` of the samples do not exceed; 0 before the first sample."""
@@ -28,5 +34,5 @@ class LoopLag:
         for lag, count in sorted(self._samples.items()):
             remaining -= count
             if remaining <= 0:
-                return max(lag, 0) * RESOLUTION_S * 1e3
+                return lag * RESOLUTION_S * 1e3
         return 0.0

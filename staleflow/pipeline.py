@@ -18,6 +18,7 @@ its law (``docs/design/ledger.md``) holds at every instant of the run.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
 from datetime import datetime
@@ -30,7 +31,7 @@ from staleflow._core import Lease, Refusal, StalenessLedger
 from staleflow.config import Config
 from staleflow.coordinator import Admit, Command, Coordinator, LeastLoad, Route, Snapshot, Sync
 from staleflow.engines.base import Engine
-from staleflow.errors import ConfigError, LedgerError
+from staleflow.errors import ConfigError, LedgerError, RunFolderError, TooManyFailuresError
 from staleflow.events import (
     Aborted,
     Admitted,
@@ -63,6 +64,10 @@ GroupFilter = Callable[[Sequence[Trajectory]], str | None]
 """Why a complete group should not be trained on, or None."""
 
 SAVE_TIMEOUT_S = 120.0
+STALL_WARNING_S = 120.0
+EVALUATION_SHARE = 4
+
+logger = logging.getLogger("staleflow")
 
 
 def uniform_rewards(group: Sequence[Trajectory]) -> str | None:
@@ -112,7 +117,7 @@ class Pipeline(Generic[TaskData]):
         self._group_filter = group_filter
         self._coordinator = LeastLoad() if coordinator is None else coordinator
         self._parameter_server = parameter_server
-        self._run_dir = Path(run_dir) if run_dir is not None else Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}"
+        self._run_dir = Path(run_dir) if run_dir is not None else Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S-%f}"
         self._progress = progress
 
         self._ledger = StalenessLedger(
@@ -147,11 +152,11 @@ class Pipeline(Generic[TaskData]):
         """
         if self._phase != "new":
             raise ConfigError("a Pipeline runs once; make another one for another run")
-        self._phase = "starting"
         parameter_server = self._parameter_server or SharedMemoryParameterServer()
         with closing(parameter_server), RunFolder(self._run_dir) as folder:
             self._folder, self._weights = folder, parameter_server
             self._recorder = Recorder(folder, self._fleet.load.idle_s)
+            self._phase = "starting"
             folder.write_json(
                 "config.json",
                 {
@@ -192,17 +197,15 @@ class Pipeline(Generic[TaskData]):
         if self._progress:
             self._spawn(show(self.statistics), "view")
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(self._fleet.start(self._folder.logs))
-            starting.create_task(self._trainer.start(self._folder.logs))
-        for engine in self._fleet.engines:
-            self._spawn(engine.run(), "engine")
-        self._spawn(self._trainer.run(), "trainer")
+            for index, engine in enumerate(self._fleet.engines):
+                starting.create_task(self._start_engine(engine, f"engine-{index}"))
+            starting.create_task(self._start_trainer())
         self._spawn(self._coordinate(), "coordination")
         self._spawn(self._feed(), "tasks")
-        self._trainer_ready = True
+        self._spawn(self._watch_progress(), "progress")
 
         self._phase = "evaluating before the first step"
-        await self._evaluate()
+        await self._evaluate(at_once=self._fleet.capacity)
         self._phase = "training"
         self._recorder.training_begins()
         self._fleet.load.begin()
@@ -213,13 +216,23 @@ class Pipeline(Generic[TaskData]):
         self._phase = "evaluating after the last step"
         if self._evaluation is not None:
             await self._evaluation
-        await self._evaluate()
+        await self._evaluate(at_once=self._fleet.capacity)
         self._phase = "saving"
         await self._trainer.save(self._folder.checkpoint)
         self._phase = "done"
         for task in self._spawned:
             task.cancel()
         return self._recorder.report(self._ledger.statistics(), ended=ended, failed_attempts=self._failures.by_cause)
+
+    async def _start_engine(self, engine: Engine, name: str) -> None:
+        await engine.start(name, self._folder.logs)
+        # Watched from here on, however long the others take to start.
+        self._spawn(engine.run(), name)
+
+    async def _start_trainer(self) -> None:
+        await self._trainer.start(self._folder.logs)
+        self._trainer_ready = True
+        self._spawn(self._trainer.run(), "trainer")
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> "asyncio.Task[None]":
         """Start a task of the run's scope; those still there when the run is over are cancelled."""
@@ -234,10 +247,14 @@ class Pipeline(Generic[TaskData]):
         trouble: list[BaseException | None] = []
         try:
             self._end_live_groups("shut_down")
+        except RunFolderError as error:
+            trouble.append(error)
+        try:
             if unsaved and self._trainer_ready:
                 async with asyncio.timeout(SAVE_TIMEOUT_S):
                     await self._trainer.save(self._folder.checkpoint)
         except Exception as error:  # noqa: BLE001 - whatever it is, the parts still have to be stopped
+            logger.warning("no checkpoint could be saved: %s", error or type(error).__name__)
             trouble.append(error)
         finally:
             stops = [*(engine.stop() for engine in self._fleet.engines), self._trainer.stop()]
@@ -301,7 +318,9 @@ class Pipeline(Generic[TaskData]):
         every = self.config.evaluate_every_steps
         due = every is not None and version % every == 0 and version < self.config.steps
         if due and (self._evaluation is None or self._evaluation.done()):
-            self._evaluation = self._spawn(self._evaluate(), "evaluation")
+            # A part of the engines' room, so that training goes on beside it.
+            at_once = max(1, self._fleet.capacity // EVALUATION_SHARE)
+            self._evaluation = self._spawn(self._evaluate(at_once=at_once), "evaluation")
 
     async def _batch_ready(self) -> bool:
         """Wait for the next batch; False when it can never come."""
@@ -313,6 +332,26 @@ class Pipeline(Generic[TaskData]):
         return True
 
     # -- coordination --------------------------------------------------------------------------------------------
+
+    async def _watch_progress(self) -> None:
+        """Say what everything waits for when no step has come for a while; the run itself goes on."""
+        while True:
+            published = self._ledger.published
+            await asyncio.sleep(STALL_WARNING_S)
+            if self._ledger.published == published and self._admitting:
+                ledger = self._ledger.statistics()
+                logger.warning(
+                    "no step for %.0f s: batch %d waits for groups %s; %d requests run and %d wait for an engine; %s; "
+                    "groups filtered so far: %s; attempts failed so far: %d",
+                    STALL_WARNING_S,
+                    ledger.next_batch,
+                    self._ledger.blockers() or "not yet admitted",
+                    self._fleet.load.running,
+                    len(self._store.waiting),
+                    "the task source is awaited" if self._next_task is None else "a task is at hand",
+                    dict(ledger.filtered) or "none",
+                    self._failures.total,
+                )
 
     async def _coordinate(self) -> None:
         while True:
@@ -367,7 +406,7 @@ class Pipeline(Generic[TaskData]):
         admitted = self._ledger.admit(version)
         if isinstance(admitted, Refusal):
             return
-        group = Group(admitted, self._next_task, version, self.config.group_size)
+        group = Group(admitted, self._next_task, version, self.config.group_size, clock.now())
         self._next_task = None
         self._next_task_taken.set()
         self._store.open(group)
@@ -393,7 +432,7 @@ class Pipeline(Generic[TaskData]):
         group.players[member] = self._spawn(play_member, f"group {group.id} member {member}")
 
     async def _play_member(self, group: Group[TaskData], member: int, attempt: int) -> None:
-        trajectory = Trajectory(group.task.id, group.id, member, attempt, admitted_s=clock.now())
+        trajectory = Trajectory(group.task.id, group.id, member, attempt, group.admitted_s)
         try:
             await self._play_task(group.task.data, trajectory, group.version)
         except Exception as error:  # noqa: BLE001 - whatever the user's function raises fails its trajectory alone
@@ -460,17 +499,29 @@ class Pipeline(Generic[TaskData]):
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
-    async def _evaluate(self) -> None:
-        """Play every held-out task once, on weights no older than those published now."""
+    async def _evaluate(self, *, at_once: int) -> None:
+        """Play every held-out task once, on weights no older than those published now.
+
+        Raises :class:`TooManyFailuresError` where training would: an accuracy of failures means nothing.
+        """
         if not self._held_out:
             return
         step = self._ledger.published
         trajectories = [Trajectory(index, 0, index, step, clock.now()) for index in range(len(self._held_out))]
-        plays = [
-            self._play_task(data, trajectory, step)
-            for data, trajectory in zip(self._held_out, trajectories, strict=True)
-        ]
+        # Those that no engine has room for must not queue for one while their deadline runs.
+        room = asyncio.Semaphore(at_once)
+
+        async def play_one(data: TaskData, trajectory: Trajectory) -> None:
+            async with room:
+                await self._play_task(data, trajectory, step)
+
+        plays = [play_one(*pair) for pair in zip(self._held_out, trajectories, strict=True)]
         failed = [error for error in await asyncio.gather(*plays, return_exceptions=True) if error is not None]
+        if len(failed) > self.config.max_failure_share * len(plays):
+            raise TooManyFailuresError(
+                f"{len(failed)} of {len(plays)} held-out rollouts failed (max_failure_share is "
+                f"{self.config.max_failure_share:g}); the first: {type(failed[0]).__name__}: {failed[0]}"
+            ) from failed[0]
         versions = [version for trajectory in trajectories for version in trajectory.versions] or [step]
         self._recorder.evaluated(
             Evaluation(

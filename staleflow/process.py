@@ -99,7 +99,9 @@ class Child(Generic[Received]):
         return cls(name, process, reader, writer, log_path, receives, error)
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Write one message; waits only when the child is far behind."""
+        """Write one message; waits only when the child is far behind. Raises the child's error when it has died."""
+        if self._writer.is_closing():
+            raise await self._death()
         self._writer.write(_frame(message))
         try:
             await self._writer.drain()

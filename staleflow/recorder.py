@@ -119,6 +119,7 @@ class Recorder:
             wall_s=self.t(),
             accuracy_before=self._accuracy(0),
             accuracy_after=self._accuracy(-1),
+            held_out_failures=sum(evaluation.failed for evaluation in self._evaluations),
             staleness_max=self._staleness.maximum,
             staleness_mean=self._staleness.mean,
             staleness_histogram=dict(sorted(self._staleness.histogram.items())),

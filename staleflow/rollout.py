@@ -8,8 +8,7 @@ or what becomes of the trajectory.
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from numbers import Real
-from typing import TypeAlias
+from typing import SupportsFloat, TypeAlias
 
 import msgspec
 from tokenizers import Tokenizer
@@ -148,7 +147,11 @@ async def _cancel(running: "asyncio.Future[float]") -> None:
 
 
 def _checked(reward: object) -> float:
-    # bool is a number here: `return answer == expected` is the most natural reward of all.
-    if not isinstance(reward, Real) or not math.isfinite(reward):
+    # Whatever can be a float is a number here: `return answer == expected` is the most natural reward of all.
+    try:
+        number = float(reward) if isinstance(reward, SupportsFloat) else math.nan
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number):
         raise RewardError(f"the rollout function returned {reward!r}; a reward is a finite number")
-    return float(reward)
+    return number

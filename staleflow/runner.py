@@ -1,35 +1,91 @@
-"""Run a pipeline from ordinary code: an event loop, and Ctrl-C as a user expects it."""
+"""Run a pipeline from ordinary code: an event loop, and signals as a user expects them."""
 
 import asyncio
 import gc
+import logging
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 
 from staleflow.pipeline import Pipeline
 from staleflow.statistics import Report
 from staleflow.types import TaskData
 
+LEFTOVER_GRACE_S = 1.0
+
+logger = logging.getLogger("staleflow")
+
 
 def run(pipeline: Pipeline[TaskData]) -> Report:
     """Run ``pipeline`` to its end on a new event loop (uvloop's where it is installed) and return its report.
 
-    Ctrl-C ends the run in order, with a checkpoint if a step was trained, and raises ``SystemExit(130)``. A second
-    Ctrl-C does not wait for that. Inside a running event loop, await :meth:`Pipeline.run` instead.
+    Ctrl-C and SIGTERM end the run in order, with a checkpoint if a step was trained, and raise ``SystemExit(130)`` or
+    ``SystemExit(143)``. A second Ctrl-C does not wait for that. What a rollout function has left running is cancelled,
+    named in a warning if it goes on all the same, and not waited for. Inside a running event loop, await
+    :meth:`Pipeline.run` instead.
     """
     # What was imported before the run lives as long as the process; a full collection that walks all of it (torch,
     # say) would stop the event loop for a tenth of a second.
     gc.collect()
     gc.freeze()
+    # Not a context manager: leaving it would wait without limit for every task and thread that is left.
+    runner = asyncio.Runner(loop_factory=_loop_factory())
+    signals: list[int] = []
+    threads = set(threading.enumerate())
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(pipeline.run())
-    except KeyboardInterrupt:
+        report = runner.run(_bounded(pipeline, signals))
+    except (KeyboardInterrupt, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and not signals:
+            raise
         checkpoint = pipeline.run_dir / "checkpoint"
         saved = f"the checkpoint is {checkpoint}" if checkpoint.exists() else "there is no checkpoint"
         print(f"\nInterrupted; {saved}", file=sys.stderr)
-        raise SystemExit(130) from None
+        code = 143 if signals else 130
+        runner.get_loop().close()
+        if _hung_threads(threads):
+            # The interpreter would wait for them at its exit.
+            sys.stderr.flush()
+            os._exit(code)
+        raise SystemExit(code) from None
     finally:
+        runner.get_loop().close()
         gc.unfreeze()
+    _hung_threads(threads)
+    return report
+
+
+def _hung_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Threads begun in the run that the interpreter would wait for, with a warning: a thread cannot be cancelled."""
+    begun = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    for thread in begun:
+        thread.join(LEFTOVER_GRACE_S)
+    hung = [thread for thread in begun if thread.is_alive()]
+    if hung:
+        logger.warning("%d threads begun by rollout functions still run, and keep the process alive", len(hung))
+    return hung
+
+
+async def _bounded(pipeline: Pipeline[TaskData], signals: list[int]) -> Report:
+    run = asyncio.current_task()
+    if threading.current_thread() is threading.main_thread() and run is not None:
+
+        def terminate() -> None:
+            signals.append(signal.SIGTERM)
+            run.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        return await pipeline.run()
+    finally:
+        leftovers = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in leftovers:
+            task.cancel()
+        if leftovers:
+            _, running = await asyncio.wait(leftovers, timeout=LEFTOVER_GRACE_S)
+            for task in running:
+                logger.warning("abandoned a task that ignores its cancellation: %r", task)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

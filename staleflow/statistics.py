@@ -83,13 +83,19 @@ class PipelineStatistics(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What came of a run. ``ended`` says why: all steps done, or the task source had no more."""
+    """What came of a run.
+
+    ``ended`` says why it did: all steps done, or the task source had no more. The accuracies are the mean rewards of
+    the held-out tasks, which is the share of right answers where a reward is 0 or 1; ``held_out_failures`` counts the
+    rollouts among them that failed and so earned 0.
+    """
 
     ended: str
     steps: int
     wall_s: float
     accuracy_before: float | None
     accuracy_after: float | None
+    held_out_failures: int
     staleness_max: int
     staleness_mean: float
     staleness_histogram: dict[int, int]

@@ -14,8 +14,9 @@ from staleflow.types import Task, TaskData, Trajectory
 class Group(Generic[TaskData]):
     """A live group: its task, its version, and what each member has come to."""
 
-    def __init__(self, group: int, task: Task[TaskData], version: int, size: int) -> None:
+    def __init__(self, group: int, task: Task[TaskData], version: int, size: int, admitted_s: float) -> None:
         self.id = group
+        self.admitted_s = admitted_s
         self.task = task
         self.version = version
         self.finished: list[Trajectory | None] = [None] * size

@@ -46,7 +46,9 @@ def test_the_arithmetic_example_writes_a_verdict_that_adds_up(tmp_path: Path) ->
     assert verdict["steps"] == 6
     assert verdict["staleness_max"] <= 2
     accounting = verdict["accounting"]
-    assert accounting["trained"] * 8 == verdict["trained_trajectories"]
+    config = msgspec.json.decode((tmp_path / "run/config.json").read_bytes())["config"]
+    assert accounting["trained"] == verdict["steps"] * config["batch_size"]
+    assert accounting["trained"] * config["group_size"] == verdict["trained_trajectories"]
     ended = sum(accounting["filtered"].values()) + sum(accounting["aborted"].values()) + accounting["expired"]
     live = accounting["running"] + accounting["complete"] + accounting["leased"]
     assert accounting["admitted"] == accounting["trained"] + ended + live

@@ -195,7 +195,9 @@ class EmbeddedEngine:
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._generations[request.request_id] = future
         try:
-            await child.send(Generate(request))
+            # Of a dead child `run` tells, once, and ends the run. To each rollout it is silent: none has failed.
+            with suppress(EngineError):
+                await child.send(Generate(request))
             return await future
         except asyncio.CancelledError:
             # The reply may already be on the wire; without its future it is dropped on arrival.

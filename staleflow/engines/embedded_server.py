@@ -11,8 +11,10 @@ and prefix sharing would serve key-value blocks of older weights to new prompts:
 
 import bisect
 import os
+import sys
 import threading
 import time
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import assert_never
@@ -197,13 +199,18 @@ class Server:
             self._history.swapped(version, time.perf_counter())
 
     def _deliver(self) -> None:
-        for output in self._manager:
-            if output.error is not None:
-                break
-            oldest = self._oldest.pop(output.request_id, None)
-            if oldest is not None:
-                self._parent.send(Generated(self._generation(output, oldest)))
-        # Only a decode loop that ends fails a request. No other will ever be answered; the log holds the traceback.
+        try:
+            for output in self._manager:
+                # Only a decode loop that ends fails a request, and it has written its traceback to the log.
+                if output.error is not None:
+                    break
+                oldest = self._oldest.pop(output.request_id, None)
+                if oldest is not None:
+                    self._parent.send(Generated(self._generation(output, oldest)))
+        except Exception:  # noqa: BLE001 - the last frame of the thread: print, then exit
+            traceback.print_exc()
+        # From here on no request would ever be answered.
+        sys.stderr.flush()
         os._exit(1)
 
     def _generation(self, output: GenerationOutput, oldest: int) -> Generation:

@@ -83,7 +83,8 @@ class LocalTrainer:
         betas: of AdamW.
         weight_decay: of AdamW.
         max_gradient_norm: gradients are scaled down to this global norm.
-        clip: how far below and above 1 a probability ratio is trusted.
+        clip: how far below and above 1 a probability ratio is trusted. With ``decoupled_ppo`` that is the ratio to the
+            weights at the start of the step, so with a single minibatch there is nothing to clip.
         normalize_advantages: divide a group's advantages by its standard deviation of rewards.
         minibatches: optimizer updates per step, but no more than there are groups; each takes an equal share of them.
         micro_batch_tokens: padded tokens per forward pass; bounds memory, does not change the result.
@@ -103,7 +104,7 @@ class LocalTrainer:
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_gradient_norm: float = 1.0,
-        clip: tuple[float, float] = (0.2, 0.28),
+        clip: tuple[float, float] = (0.2, 0.2),
         normalize_advantages: bool = True,
         minibatches: int = 1,
         micro_batch_tokens: int = 16_384,
@@ -168,7 +169,7 @@ class LocalTrainer:
             error=TrainerError,
         )
         await self._child.send(self.settings)
-        await self._answer(0, START_TIMEOUT_S)
+        await self._answer(0, f"load {self.settings.model}", START_TIMEOUT_S)
 
     async def run(self) -> None:
         """Watch until cancelled; raises :class:`TrainerError` when the child dies."""
@@ -178,7 +179,7 @@ class LocalTrainer:
         """Train on one batch; raises :class:`TrainerError` when the loss is not finite."""
         call = next(self._calls)
         await self._running().send(Step(call, batch))
-        metrics = (await self._answer(call, self._step_timeout_s)).metrics
+        metrics = (await self._answer(call, f"train batch {batch.step}", self._step_timeout_s)).metrics
         if metrics is None:
             raise TrainerError("the trainer answered a step without metrics")
         return metrics
@@ -187,29 +188,29 @@ class LocalTrainer:
         """Write the present weights to ``weights``; raises :class:`TrainerError` when that fails."""
         call = next(self._calls)
         await self._running().send(Publish(call, str(weights)))
-        await self._answer(call, self._step_timeout_s)
+        await self._answer(call, f"write {weights}", self._step_timeout_s)
 
     async def save(self, folder: Path) -> None:
         """Write a checkpoint to ``folder``; raises :class:`TrainerError` when that fails."""
         call = next(self._calls)
         await self._running().send(Save(call, str(folder)))
-        await self._answer(call, self._step_timeout_s)
+        await self._answer(call, f"write {folder}", self._step_timeout_s)
 
     async def stop(self) -> None:
         """End the child. Idempotent."""
         if self._child is not None:
             await self._child.stop()
 
-    async def _answer(self, call: int, timeout_s: float) -> Answer:
+    async def _answer(self, call: int, work: str, timeout_s: float) -> Answer:
         child = self._running()
         try:
             async with asyncio.timeout(timeout_s):
                 while (answer := await child.receive()).call != call:
                     continue
         except TimeoutError:
-            raise TrainerError(f"the trainer did not answer call {call} within {timeout_s:.0f} s") from None
+            raise TrainerError(f"the trainer did not {work} within {timeout_s:.0f} s") from None
         if answer.error is not None:
-            raise TrainerError(answer.error)
+            raise TrainerError(f"the trainer could not {work}: {answer.error}")
         return answer
 
     def _running(self) -> Child[Answer]:

@@ -25,7 +25,7 @@ def _carry_out(learner: Learner, message: Step | Publish | Save) -> Answer:
             case _:
                 assert_never(message)
     except (TrainerError, OSError, SafetensorError) as error:
-        return Answer(message.call, error=f"{type(message).__name__} failed: {error}")
+        return Answer(message.call, error=str(error))
     return Answer(message.call)
 
 

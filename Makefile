@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-EXTENSION := $(VENV)/.extension
+EXTENSION := staleflow/_core.abi3.so
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find core-rs -name '*.rs' -o -name Cargo.toml)
 
 .DEFAULT_GOAL := help
@@ -15,13 +15,14 @@ help: ## list the commands
 setup: $(INSTALLED) $(EXTENSION) ## create .venv and install everything, extension included
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@command -v cargo >/dev/null || { echo "cargo not found: install a Rust toolchain (rustup, stable)"; exit 1; }
+	@cargo --version >/dev/null 2>&1 || { echo "cargo not found: install a stable Rust toolchain (1.85 or newer)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; try make PYTHON=python3.12"; exit 1; }
 	@echo "Installing into $(VENV); torch is several gigabytes, so the first time takes minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet --constraint constraints.txt --group dev
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[torch]"
+	@# The extension first: a toolchain that cannot build it should say so before gigabytes are fetched.
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable ".[torch]"
 	@touch $(INSTALLED) $(EXTENSION)
 
 $(EXTENSION): $(INSTALLED) $(RUST_SOURCES)
@@ -42,6 +43,7 @@ test-python: setup ## tests of the Python package; options in ARGS, e.g. make te
 	$(BIN)/pytest $(ARGS)
 
 lint: setup ## formatting, lints and types, Rust and Python
+	@cargo clippy --version >/dev/null && cargo fmt --version >/dev/null
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- --deny warnings
 	$(BIN)/ruff format --check .

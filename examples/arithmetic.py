@@ -12,14 +12,16 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
-from warm_start import Problem, problems, warm_started_model
 
 import staleflow
-from staleflow.errors import StaleflowError
+
+if TYPE_CHECKING:
+    from warm_start import Problem
 
 LOOP_LAG_LIMIT_MS = 10.0
 MAX_ANSWER_TOKENS = 5
@@ -32,6 +34,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     shortfalls: list[str]
     accuracy_before: float
     accuracy_after: float
+    held_out_failures: int
     wall_s: float
     steps: int
     max_staleness: int
@@ -46,7 +49,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     accounting: staleflow.Accounting
 
 
-async def rollout(problem: Problem, llm: staleflow.LLM) -> float:
+async def rollout(problem: "Problem", llm: staleflow.LLM) -> float:
     """One answer; it is right or it is not."""
     answer = await llm.generate(problem.prompt, max_new_tokens=MAX_ANSWER_TOKENS)
     return float(answer.text == problem.answer and answer.finish_reason == "stop")
@@ -54,8 +57,8 @@ async def rollout(problem: Problem, llm: staleflow.LLM) -> float:
 
 def main() -> int:
     """Warm-start, train, judge; returns the exit code."""
-    options = _options()
     started_s = time.monotonic()
+    options = _options()
     config = staleflow.Config(
         steps=options.steps,
         batch_size=64,
@@ -63,6 +66,9 @@ def main() -> int:
         max_staleness=options.max_staleness,
         evaluate_every_steps=100,
     )
+    # Imported here because it imports torch, which takes seconds in which Ctrl-C should work as in all others.
+    from warm_start import problems, warm_started_model
+
     train, held_out = problems(options.seed)
     model = warm_started_model(Path(".cache"), seed=options.seed)
     pipeline = staleflow.Pipeline(
@@ -107,6 +113,7 @@ def judge(report: staleflow.Report, max_staleness: int, wall_s: float) -> Verdic
         shortfalls=shortfalls,
         accuracy_before=before,
         accuracy_after=after,
+        held_out_failures=report.held_out_failures,
         wall_s=wall_s,
         steps=report.steps,
         max_staleness=max_staleness,
@@ -163,7 +170,5 @@ def _show(verdict: Verdict, path: Path) -> None:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except StaleflowError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

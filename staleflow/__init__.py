@@ -6,8 +6,9 @@ Importing it imports neither torch nor transformers: those run in child processe
 from staleflow._core import Lease, LedgerStatistics, Refusal, RefusalReason, StalenessLedger
 from staleflow.config import Config
 from staleflow.engines.embedded import EmbeddedEngine
-from staleflow.pipeline import Pipeline, uniform_rewards
+from staleflow.pipeline import Pipeline
 from staleflow.rollout import LLM, Completion
+from staleflow.rollouts import uniform_rewards
 from staleflow.runner import run
 from staleflow.statistics import Accounting, PipelineStatistics, Report
 from staleflow.tasks import ListTasks, TaskSource, read_jsonl

@@ -106,4 +106,5 @@ class RecentSteps:
         if len(self._records) < 2:
             return 0.0
         tokens = sum(record.sampled_tokens for record in self._records) - self._records[0].sampled_tokens
-        return tokens / (self._records[-1].t - self._records[0].t)
+        seconds = self._records[-1].t - self._records[0].t
+        return tokens / seconds if seconds > 0 else 0.0

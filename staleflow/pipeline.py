@@ -7,11 +7,9 @@
                   +---- partials ----|----------------------+  |  +--- pull --- parameter server <-publish
                                      +------- snapshot --------+
 
-Data flow. The *coordination* task wakes when something has changed, takes a snapshot, lets the coordinator decide
-and carries out its commands: admit a group (if the ledger agrees), route a request, sync an engine. One *player*
-task per member runs the user's rollout; its ``generate`` calls wait in the store until they are routed. The
-*training* loop waits until the ledger has a batch, trains, publishes. All of them live in one ``TaskGroup``: the
-first failure ends everything and is what the caller sees.
+Data flow. Left of the ledger, :mod:`staleflow.rollouts` turns tasks into complete groups. Right of it, the training
+loop here waits until the ledger has a batch, trains, publishes. All of it lives in one ``TaskGroup``: the first failure
+ends everything and is what the caller sees.
 
 Invariant: the ledger is told of every change of state at the moment it happens, with nothing awaited in between, so
 its law (``docs/design/ledger.md``) holds at every instant of the run.
@@ -19,60 +17,41 @@ its law (``docs/design/ledger.md``) holds at every instant of the run.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import Generic, NoReturn, assert_never
+from typing import Generic, NoReturn
 
 from staleflow import clock
-from staleflow._core import Lease, Refusal, StalenessLedger
+from staleflow._core import StalenessLedger
 from staleflow.config import Config
-from staleflow.coordinator import Admit, Command, Coordinator, LeastLoad, Route, Snapshot, Sync
+from staleflow.coordinator import Coordinator, LeastLoad
 from staleflow.engines.base import Engine
 from staleflow.errors import ConfigError, LedgerError, RunFolderError, TooManyFailuresError
 from staleflow.events import (
-    Aborted,
-    Admitted,
-    Completed,
     Consumed,
-    Event,
-    Failed,
-    Filtered,
-    Finished,
     Published,
     Released,
-    Routed,
-    Synced,
 )
-from staleflow.failures import FailureLimit
 from staleflow.fleet import Fleet
 from staleflow.parameter_server.base import ParameterServer
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
 from staleflow.recorder import Recorder
-from staleflow.rollout import LLM, Rollout, play
+from staleflow.rollout import Rollout
+from staleflow.rollouts import GroupFilter, Rollouts
 from staleflow.run_folder import RunFolder
 from staleflow.statistics import Evaluation, PipelineStatistics, Report
-from staleflow.store import Group, TrajectoryStore
+from staleflow.store import TrajectoryStore
 from staleflow.tasks import TaskSource
 from staleflow.trainer.base import Trainer
-from staleflow.types import StepMetrics, Task, TaskData, TrainBatch, Trajectory
+from staleflow.types import StepMetrics, TaskData, TrainBatch, Trajectory
 from staleflow.view import show
 
-GroupFilter = Callable[[Sequence[Trajectory]], str | None]
-"""Why a complete group should not be trained on, or None."""
-
 SAVE_TIMEOUT_S = 120.0
-STALL_WARNING_S = 120.0
 EVALUATION_SHARE = 4
 
 logger = logging.getLogger("staleflow")
-
-
-def uniform_rewards(group: Sequence[Trajectory]) -> str | None:
-    """A :data:`GroupFilter`: takes out groups whose members all earned the same, which have advantage 0."""
-    return "uniform_rewards" if len({trajectory.reward for trajectory in group}) == 1 else None
 
 
 class Pipeline(Generic[TaskData]):
@@ -125,19 +104,11 @@ class Pipeline(Generic[TaskData]):
         )
         self._store: TrajectoryStore[TaskData] = TrajectoryStore()
         self._changed = asyncio.Event()
-        self._batch_may_be_ready = asyncio.Event()
         self._fleet = Fleet(engines, self._store, lambda: self._ledger.published, self._changed.set)
-        self._next_task: Task[TaskData] | None = None
-        self._next_task_taken = asyncio.Event()
-        self._admitting = False
-        self._exhausted = False
         self._trainer_ready = False
-        self._lease: Lease | None = None
         self._spawned: set[asyncio.Task[None]] = set()
         self._evaluation: asyncio.Task[None] | None = None
-
         self._phase = "new"
-        self._failures = FailureLimit(config.max_failure_share)
 
     @property
     def run_dir(self) -> Path:
@@ -156,6 +127,20 @@ class Pipeline(Generic[TaskData]):
         with closing(parameter_server), RunFolder(self._run_dir) as folder:
             self._folder, self._weights = folder, parameter_server
             self._recorder = Recorder(folder, self._fleet.load.idle_s)
+            self._rollouts = Rollouts(
+                tasks=self._tasks,
+                rollout=self._rollout,
+                group_filter=self._group_filter,
+                coordinator=self._coordinator,
+                config=self.config,
+                ledger=self._ledger,
+                store=self._store,
+                fleet=self._fleet,
+                weights=parameter_server,
+                recorder=self._recorder,
+                changed=self._changed,
+                spawn=self._spawn,
+            )
             self._phase = "starting"
             folder.write_json(
                 "config.json",
@@ -187,7 +172,7 @@ class Pipeline(Generic[TaskData]):
             steps=self.config.steps,
             running=self._fleet.load.running,
             waiting=len(self._store.waiting),
-            failed=self._failures.total,
+            failed=self._rollouts.failures.total,
         )
 
     # -- the life of a run ---------------------------------------------------------------------------------------
@@ -200,19 +185,19 @@ class Pipeline(Generic[TaskData]):
             for index, engine in enumerate(self._fleet.engines):
                 starting.create_task(self._start_engine(engine, f"engine-{index}"))
             starting.create_task(self._start_trainer())
-        self._spawn(self._coordinate(), "coordination")
-        self._spawn(self._feed(), "tasks")
-        self._spawn(self._watch_progress(), "progress")
+        self._spawn(self._rollouts.coordinate(), "coordination")
+        self._spawn(self._rollouts.feed(), "tasks")
+        self._spawn(self._rollouts.watch_progress(), "progress")
 
         self._phase = "evaluating before the first step"
         await self._evaluate(at_once=self._fleet.capacity)
         self._phase = "training"
         self._recorder.training_begins()
         self._fleet.load.begin()
-        self._admitting = True
+        self._rollouts.admitting = True
         self._changed.set()
         ended = await self._train()
-        self._end_live_groups(ended)
+        self._rollouts.end(ended)
         self._phase = "evaluating after the last step"
         if self._evaluation is not None:
             await self._evaluation
@@ -222,7 +207,9 @@ class Pipeline(Generic[TaskData]):
         self._phase = "done"
         for task in self._spawned:
             task.cancel()
-        return self._recorder.report(self._ledger.statistics(), ended=ended, failed_attempts=self._failures.by_cause)
+        return self._recorder.report(
+            self._ledger.statistics(), ended=ended, failed_attempts=self._rollouts.failures.by_cause
+        )
 
     async def _start_engine(self, engine: Engine, name: str) -> None:
         await engine.start(name, self._folder.logs)
@@ -246,7 +233,7 @@ class Pipeline(Generic[TaskData]):
         unsaved = self._phase != "done" and self._ledger.published > 0
         trouble: list[BaseException | None] = []
         try:
-            self._end_live_groups("shut_down")
+            self._rollouts.end("shut_down")
         except RunFolderError as error:
             trouble.append(error)
         try:
@@ -254,7 +241,7 @@ class Pipeline(Generic[TaskData]):
                 async with asyncio.timeout(SAVE_TIMEOUT_S):
                     await self._trainer.save(self._folder.checkpoint)
         except Exception as error:  # noqa: BLE001 - whatever it is, the parts still have to be stopped
-            logger.warning("no checkpoint could be saved: %s", error or type(error).__name__)
+            logger.warning("no checkpoint could be saved: %s", str(error) or type(error).__name__)
             trouble.append(error)
         finally:
             stops = [*(engine.stop() for engine in self._fleet.engines), self._trainer.stop()]
@@ -263,14 +250,6 @@ class Pipeline(Generic[TaskData]):
         if not statistics.accounting_holds:
             trouble.append(LedgerError(f"the accounting law does not hold: {statistics}"))
         return next((error for error in trouble if isinstance(error, Exception)), None)
-
-    def _end_live_groups(self, reason: str) -> None:
-        self._admitting = False
-        self._ledger.drain()
-        leased = set() if self._lease is None else set(self._lease.groups)
-        for group in self._store.groups:
-            if group.id not in leased:
-                self._abort(group, reason)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -281,20 +260,20 @@ class Pipeline(Generic[TaskData]):
             if not await self._batch_ready():
                 return "source_exhausted"
             trainer_wait_s = clock.now() - waiting_since
-            self._lease = self._ledger.consume()
-            self._record(Consumed(self._t(), self._lease.batch, self._lease.groups))
+            lease = self._ledger.consume()
+            batch = TrainBatch(lease.batch, [self._store.close(group).trajectories() for group in lease.groups])
+            self._recorder.event(Consumed(self._recorder.t(), lease.batch, lease.groups))
             self._changed.set()
-            batch = TrainBatch(
-                self._lease.batch, [self._store.get(group).trajectories() for group in self._lease.groups]
-            )
             try:
                 metrics, train_s, publish_s = await self._train_and_publish(batch)
             except BaseException:
                 self._ledger.release(batch.step)
-                self._record(Released(self._t(), batch.step))
+                self._recorder.event(Released(self._recorder.t(), batch.step))
                 raise
-            self._settle(self._lease)
+            self._recorder.event(Published(self._recorder.t(), batch.step + 1))
+            self._changed.set()
             self._recorder.step(batch, metrics, trainer_wait_s=trainer_wait_s, train_s=train_s, publish_s=publish_s)
+            self._evaluate_if_due(batch.step + 1)
         return "all_steps_done"
 
     async def _train_and_publish(self, batch: TrainBatch) -> tuple[StepMetrics, float, float]:
@@ -308,13 +287,7 @@ class Pipeline(Generic[TaskData]):
         self._ledger.publish(version)
         return metrics, trained_s - started_s, clock.now() - trained_s
 
-    def _settle(self, lease: Lease) -> None:
-        self._lease = None
-        version = lease.batch + 1
-        self._record(Published(self._t(), version))
-        for group in lease.groups:
-            self._store.close(group)
-        self._changed.set()
+    def _evaluate_if_due(self, version: int) -> None:
         every = self.config.evaluate_every_steps
         due = every is not None and version % every == 0 and version < self.config.steps
         if due and (self._evaluation is None or self._evaluation.done()):
@@ -325,177 +298,11 @@ class Pipeline(Generic[TaskData]):
     async def _batch_ready(self) -> bool:
         """Wait for the next batch; False when it can never come."""
         while not self._ledger.is_ready():
-            if self._exhausted and self._store.running_members == 0:
+            if self._rollouts.over:
                 return False
-            self._batch_may_be_ready.clear()
-            await self._batch_may_be_ready.wait()
+            self._rollouts.batch_may_be_ready.clear()
+            await self._rollouts.batch_may_be_ready.wait()
         return True
-
-    # -- coordination --------------------------------------------------------------------------------------------
-
-    async def _watch_progress(self) -> None:
-        """Say what everything waits for when no step has come for a while; the run itself goes on."""
-        while True:
-            published = self._ledger.published
-            await asyncio.sleep(STALL_WARNING_S)
-            if self._ledger.published == published and self._admitting:
-                ledger = self._ledger.statistics()
-                logger.warning(
-                    "no step for %.0f s: batch %d waits for groups %s; %d requests run and %d wait for an engine; %s; "
-                    "groups filtered so far: %s; attempts failed so far: %d",
-                    STALL_WARNING_S,
-                    ledger.next_batch,
-                    self._ledger.blockers() or "not yet admitted",
-                    self._fleet.load.running,
-                    len(self._store.waiting),
-                    "the task source is awaited" if self._next_task is None else "a task is at hand",
-                    dict(ledger.filtered) or "none",
-                    self._failures.total,
-                )
-
-    async def _coordinate(self) -> None:
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            for command in self._coordinator.decide(self._snapshot()):
-                self._carry_out(command)
-
-    async def _feed(self) -> None:
-        """Keep the next task at hand, so that a slow source holds up nothing that already runs."""
-        while (task := await self._tasks.next()) is not None:
-            self._next_task = task
-            self._next_task_taken.clear()
-            self._changed.set()
-            await self._next_task_taken.wait()
-        self._exhausted = True
-        self._batch_may_be_ready.set()
-
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(
-            engines=self._fleet.views(),
-            waiting=self._store.waiting,
-            running_members=self._store.running_members,
-            group_size=self.config.group_size,
-            wanted_groups=self._wanted_groups(),
-            published=self._ledger.published,
-        )
-
-    def _wanted_groups(self) -> int:
-        if not self._admitting or self._next_task is None:
-            return 0
-        needed = (self.config.steps - self._ledger.next_batch) * self.config.batch_size
-        leased = 0 if self._lease is None else len(self._lease.groups)
-        return max(0, needed - (len(self._store) - leased))
-
-    def _carry_out(self, command: Command) -> None:
-        match command:
-            case Route(request_id, engine):
-                if self._fleet.dispatch(request_id, engine):
-                    self._record(Routed(self._t(), request_id, engine))
-            case Admit(engine):
-                self._admit(self._fleet.version(engine))
-            case Sync(engine, version):
-                self._fleet.begin_sync(engine)
-                self._spawn(self._sync(engine, version), f"sync {engine}")
-            case _:
-                assert_never(command)
-
-    def _admit(self, version: int) -> None:
-        if self._next_task is None:
-            return
-        admitted = self._ledger.admit(version)
-        if isinstance(admitted, Refusal):
-            return
-        group = Group(admitted, self._next_task, version, self.config.group_size, clock.now())
-        self._next_task = None
-        self._next_task_taken.set()
-        self._store.open(group)
-        self._record(Admitted(self._t(), group.id, group.task.id, version))
-        for member in range(self.config.group_size):
-            if member > 0:
-                self._start_attempt(group, member)
-            self._play(group, member)
-
-    async def _sync(self, engine: int, version: int) -> None:
-        await self._fleet.sync(engine, version, self._weights)
-        self._record(Synced(self._t(), engine, version))
-
-    # -- members -------------------------------------------------------------------------------------------------
-
-    def _start_attempt(self, group: Group[TaskData], member: int) -> None:
-        refusal = self._ledger.start_member(group.id, member, group.version)
-        if refusal is not None:
-            raise LedgerError(f"member {member} of group {group.id} refused at the group's own version: {refusal}")
-
-    def _play(self, group: Group[TaskData], member: int) -> None:
-        play_member = self._play_member(group, member, group.attempts[member])
-        group.players[member] = self._spawn(play_member, f"group {group.id} member {member}")
-
-    async def _play_member(self, group: Group[TaskData], member: int, attempt: int) -> None:
-        trajectory = Trajectory(group.task.id, group.id, member, attempt, group.admitted_s)
-        try:
-            await self._play_task(group.task.data, trajectory, group.version)
-        except Exception as error:  # noqa: BLE001 - whatever the user's function raises fails its trajectory alone
-            self._member_failed(group, trajectory, error)
-        else:
-            self._member_finished(group, trajectory)
-
-    async def _play_task(self, data: TaskData, trajectory: Trajectory, min_version: int) -> None:
-        generate = partial(self._fleet.generate, min_version=min_version)
-        llm = LLM(trajectory, generate, self._fleet.tokenizer, self._fleet.max_model_tokens)
-        await play(self._rollout, data, llm, trajectory, self.config.rollout_timeout_s)
-
-    def _member_finished(self, group: Group[TaskData], trajectory: Trajectory) -> None:
-        self._failures.succeeded()
-        versions = trajectory.versions
-        oldest, newest = min(versions), max(versions)
-        self._store.finish(trajectory)
-        complete = self._ledger.finish_member(
-            group.id, trajectory.member, min_version=oldest, attempt=trajectory.attempt
-        )
-        self._record(
-            Finished(
-                self._t(),
-                group.id,
-                trajectory.member,
-                trajectory.attempt,
-                trajectory.reward or 0.0,
-                len(versions),
-                (oldest, newest),
-            )
-        )
-        if complete:
-            self._group_complete(group)
-        self._changed.set()
-        self._batch_may_be_ready.set()
-
-    def _group_complete(self, group: Group[TaskData]) -> None:
-        self._record(Completed(self._t(), group.id))
-        reason = None if self._group_filter is None else self._group_filter(group.trajectories())
-        if reason is not None:
-            self._ledger.filter(group.id, reason)
-            self._store.close(group.id)
-            self._record(Filtered(self._t(), group.id, reason))
-
-    def _member_failed(self, group: Group[TaskData], trajectory: Trajectory, error: Exception) -> None:
-        member, cause = trajectory.member, type(error).__name__
-        self._record(Failed(self._t(), group.id, member, trajectory.attempt, cause))
-        self._failures.failed(error, f"task {trajectory.task}, group {group.id}, member {member}")
-        if trajectory.attempt + 1 < self.config.max_attempts:
-            group.attempts[member] += 1
-            self._start_attempt(group, member)
-            self._play(group, member)
-        else:
-            del group.players[member]
-            self._abort(group, "failed")
-        self._changed.set()
-        self._batch_may_be_ready.set()
-
-    def _abort(self, group: Group[TaskData], reason: str) -> None:
-        group.cancel()
-        self._ledger.abort(group.id, reason)
-        self._store.close(group.id)
-        self._record(Aborted(self._t(), group.id, reason))
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
@@ -513,7 +320,7 @@ class Pipeline(Generic[TaskData]):
 
         async def play_one(data: TaskData, trajectory: Trajectory) -> None:
             async with room:
-                await self._play_task(data, trajectory, step)
+                await self._rollouts.play_task(data, trajectory, step)
 
         plays = [play_one(*pair) for pair in zip(self._held_out, trajectories, strict=True)]
         failed = [error for error in await asyncio.gather(*plays, return_exceptions=True) if error is not None]
@@ -532,12 +339,6 @@ class Pipeline(Generic[TaskData]):
                 versions=(min(versions), max(versions)),
             )
         )
-
-    def _t(self) -> float:
-        return self._recorder.t()
-
-    def _record(self, event: Event) -> None:
-        self._recorder.event(event)
 
 
 def _raise_first(errors: BaseExceptionGroup) -> NoReturn:

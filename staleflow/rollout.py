@@ -150,7 +150,7 @@ def _checked(reward: object) -> float:
     # Whatever can be a float is a number here: `return answer == expected` is the most natural reward of all.
     try:
         number = float(reward) if isinstance(reward, SupportsFloat) else math.nan
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):
         raise RewardError(f"the rollout function returned {reward!r}; a reward is a finite number")

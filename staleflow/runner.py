@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from staleflow.pipeline import Pipeline
@@ -35,35 +36,39 @@ def run(pipeline: Pipeline[TaskData]) -> Report:
     signals: list[int] = []
     threads = set(threading.enumerate())
     try:
-        report = runner.run(_bounded(pipeline, signals))
-    except (KeyboardInterrupt, asyncio.CancelledError) as error:
-        if isinstance(error, asyncio.CancelledError) and not signals:
+        return runner.run(_bounded(pipeline, signals))
+    except KeyboardInterrupt:
+        code = 130
+    except asyncio.CancelledError:
+        if not signals:
             raise
-        checkpoint = pipeline.run_dir / "checkpoint"
-        saved = f"the checkpoint is {checkpoint}" if checkpoint.exists() else "there is no checkpoint"
-        print(f"\nInterrupted; {saved}", file=sys.stderr)
-        code = 143 if signals else 130
-        runner.get_loop().close()
-        if _hung_threads(threads):
-            # The interpreter would wait for them at its exit.
-            sys.stderr.flush()
-            os._exit(code)
-        raise SystemExit(code) from None
+        code = 143
     finally:
         runner.get_loop().close()
         gc.unfreeze()
-    _hung_threads(threads)
-    return report
+        hung = _hung_threads(threads)
+    checkpoint = pipeline.run_dir / "checkpoint"
+    saved = f"the checkpoint is {checkpoint}" if checkpoint.exists() else "there is no checkpoint"
+    print(f"\nInterrupted; {saved}", file=sys.stderr)
+    if hung:
+        # The interpreter would wait for them at its exit.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def _hung_threads(before: set[threading.Thread]) -> list[threading.Thread]:
     """Threads begun in the run that the interpreter would wait for, with a warning: a thread cannot be cancelled."""
     begun = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    until = time.monotonic() + LEFTOVER_GRACE_S
     for thread in begun:
-        thread.join(LEFTOVER_GRACE_S)
+        thread.join(max(0.0, until - time.monotonic()))
     hung = [thread for thread in begun if thread.is_alive()]
     if hung:
-        logger.warning("%d threads begun by rollout functions still run, and keep the process alive", len(hung))
+        logger.warning(
+            "%d threads begun by rollout functions still run; Python does not exit before they end", len(hung)
+        )
     return hung
 
 

@@ -1,6 +1,6 @@
 """The trajectory store: every live group with its members, and every request that no engine has yet.
 
-Invariant: a group is in the store exactly as long as it is live or leased in the ledger, and each of its members
+Invariant: a group is in the store exactly as long as it is running or complete in the ledger, and each of its members
 is played by at most one task at a time. The store decides nothing and knows neither engines nor the trainer.
 """
 
@@ -67,13 +67,11 @@ class TrajectoryStore(Generic[TaskData]):
         del group.players[trajectory.member]
         self.running_members -= 1
 
-    def close(self, group: int) -> None:
-        """Let go of a group that has ended."""
-        self.running_members -= self._groups.pop(group).running_members
-
-    def get(self, group: int) -> Group[TaskData]:
-        """The live group of this id."""
-        return self._groups[group]
+    def close(self, group: int) -> Group[TaskData]:
+        """Let go of a group that has ended or that a batch has taken."""
+        closed = self._groups.pop(group)
+        self.running_members -= closed.running_members
+        return closed
 
     @property
     def waiting(self) -> tuple[WaitingRequest, ...]:

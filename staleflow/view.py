@@ -9,7 +9,7 @@ from rich.table import Table
 
 from staleflow.statistics import PipelineStatistics
 
-REFRESH_S = 0.5
+REFRESH_S = 1.0
 LINE_EVERY_S = 10.0
 
 

@@ -26,9 +26,9 @@ from staleflow.events import (
 )
 from staleflow.parameter_server.base import ParameterServer
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
-from staleflow.pipeline import GroupFilter
 from staleflow.process import Child
 from staleflow.rollout import Rollout
+from staleflow.rollouts import GroupFilter
 from staleflow.testing import ScriptedEngine, ScriptedTrainer, run_virtually
 
 Kind = TypeVar("Kind")

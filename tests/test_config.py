@@ -16,6 +16,20 @@ def test_size_below_one_is_named(name: str, value: int) -> None:
         Config(**{"steps": 1, name: value})
 
 
+@pytest.mark.parametrize("name", ["steps", "batch_size", "group_size", "max_staleness", "max_attempts"])
+@pytest.mark.parametrize("value", [2.5, 3.0, "3", None])
+def test_size_that_is_no_whole_number_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}; it must be a whole number"):
+        Config(**{"steps": 1, name: value})
+
+
+@pytest.mark.parametrize("value", [2.5, "3"])
+def test_evaluation_interval_may_only_be_a_whole_number_or_none(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"evaluate_every_steps is .*; it must be a whole number"):
+        Config(steps=1, evaluate_every_steps=value)
+    assert Config(steps=1, evaluate_every_steps=None).evaluate_every_steps is None
+
+
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [

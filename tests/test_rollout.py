@@ -64,6 +64,47 @@ def test_anything_else_is_refused_and_shown(reward: Any) -> None:
     assert repr(reward) in str(caught.value)
 
 
+class Scalar:
+    """A number of another library."""
+
+    def __init__(self, value: float | Exception) -> None:
+        self._value = value
+
+    def __float__(self) -> float:
+        if isinstance(self._value, Exception):
+            raise self._value
+        return self._value
+
+
+def returns(reward: Any) -> Rollout[int]:
+    async def rollout(task: int, llm: LLM) -> Any:
+        await llm.generate([1], max_new_tokens=2)
+        return reward
+
+    return rollout
+
+
+def test_number_of_another_library_is_a_reward() -> None:
+    result, _ = played(returns(Scalar(0.75)))
+    assert result.reward == 0.75
+    assert type(result.reward) is float, "it would not reach the log"
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        Scalar(TypeError("only length-1 arrays can be converted")),
+        Scalar(ValueError("more than one element")),
+        Scalar(RuntimeError("a tensor with 2 elements cannot be converted to Scalar")),
+        Scalar(math.nan),
+        pytest.param(10**400, id="too large"),
+    ],
+)
+def test_what_cannot_become_a_finite_number_is_refused(reward: Any) -> None:
+    with pytest.raises(RewardError, match="a reward is a finite number"):
+        played(returns(reward))
+
+
 def test_reward_without_a_sampled_token_is_refused() -> None:
     result = trajectory()
 

@@ -62,6 +62,23 @@ def test_checkpoint_that_cannot_be_saved(scripted: Scripted, error: Exception) -
     assert str(scripted(CONFIG, trainer=CannotSave()).fail(TrainerError)) == "step 2: loss nan"
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"), [(TrainerError("disk full"), "disk full"), (ConnectionResetError(), "ConnectionResetError")]
+)
+def test_checkpoint_that_cannot_be_saved_is_warned_of(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture, error: Exception, reason: str
+) -> None:
+    """Its error gives way to the first one, so nothing else would say that the checkpoint is missing, and why."""
+
+    class CannotSave(FailsAtStep2):
+        async def save(self, folder: Path) -> None:
+            raise error
+
+    assert str(scripted(CONFIG, trainer=CannotSave()).fail(TrainerError)) == "step 2: loss nan"
+    [record] = [record for record in caplog.records if record.name == "staleflow"]
+    assert (record.levelname, record.getMessage()) == ("WARNING", f"no checkpoint could be saved: {reason}")
+
+
 def test_trainer_that_hangs_while_it_saves(scripted: Scripted) -> None:
     class HangsInSave(FailsAtStep2):
         async def save(self, folder: Path) -> None:

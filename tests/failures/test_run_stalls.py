@@ -1,0 +1,103 @@
+"""No step comes any more, and nothing has failed: the run says what it waits for, and goes on waiting."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from support import Scripted, ScriptedRun, one_turn, virtually
+
+from staleflow import LLM, Config, ListTasks, Task, TaskSource, Trajectory
+from staleflow.events import Admitted, Published
+from staleflow.rollouts import STALL_WARNING_S
+from staleflow.testing import ScriptedEngine, ScriptedTrainer
+
+CONFIG = Config(steps=9, batch_size=2, group_size=2, rollout_timeout_s=10_000)
+
+
+def warnings_of(run: ScriptedRun, caplog: pytest.LogCaptureFixture, seconds: float) -> list[str]:
+    """What the run warns of in its first virtual seconds."""
+
+    async def main() -> None:
+        async with asyncio.timeout(seconds):
+            await run.pipeline.run()
+
+    caplog.set_level("WARNING", "staleflow")
+    with pytest.raises(TimeoutError):
+        virtually(main())
+    run.check_wound_down()
+    return [record.getMessage() for record in caplog.records if record.name == "staleflow"]
+
+
+class NeverAnswers(TaskSource[int]):
+    async def next(self) -> Task[int] | None:
+        await asyncio.Event().wait()
+        return None
+
+
+def test_task_source_that_never_answers(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    [warning] = warnings_of(scripted(CONFIG, tasks=NeverAnswers()), caplog, STALL_WARNING_S + 1)
+    assert "batch 0 waits for groups not yet admitted" in warning
+    assert "the task source is awaited" in warning
+
+
+def test_filter_that_takes_out_every_group(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    filtered = 0
+
+    def too_easy(group: Sequence[Trajectory]) -> str:
+        nonlocal filtered
+        filtered += 1
+        return "too_easy"
+
+    run = scripted(CONFIG, group_filter=too_easy, engines=[ScriptedEngine(token_s=1.0)])
+    [warning] = warnings_of(run, caplog, STALL_WARNING_S + 0.001)
+    assert f"groups filtered so far: {{'too_easy': {filtered}}}" in warning
+    assert "a task is at hand" in warning
+
+
+def test_rollouts_that_fail_again_and_again_are_counted(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    async def fails(task: int, llm: LLM) -> float:
+        await asyncio.sleep(50)
+        raise ValueError("malformed answer")
+
+    config = Config(steps=1, batch_size=1, group_size=1, max_staleness=0)
+    [warning] = warnings_of(scripted(config, rollout=fails), caplog, STALL_WARNING_S + 1)
+    assert "attempts failed so far: 2" in warning
+
+
+def test_warned_of_again_while_it_lasts(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    warnings = warnings_of(scripted(CONFIG, tasks=NeverAnswers()), caplog, 3 * STALL_WARNING_S + 1)
+    assert len(warnings) == 3
+
+
+def test_slow_run_is_no_stalled_run(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    run = scripted(CONFIG, trainer=ScriptedTrainer(step_s=0.8 * STALL_WARNING_S))
+    assert warnings_of(run, caplog, 4 * STALL_WARNING_S) == []
+    assert len(run.events_of(Published)) > 1
+
+
+def test_source_without_more_is_not_awaited(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    async def hangs(task: int, llm: LLM) -> float:
+        await asyncio.Event().wait()
+        return 0.0
+
+    run = scripted(CONFIG, rollout=hangs, tasks=ListTasks([1, 2], epochs=1))
+    [warning] = warnings_of(run, caplog, STALL_WARNING_S + 1)
+    assert "the task source has no more" in warning
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_H1_stalled_run_names_the_groups_it_waits_for(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture, max_staleness: int
+) -> None:
+    async def hangs_on_task_5(task: int, llm: LLM) -> float:
+        if task == 5:
+            await asyncio.Event().wait()
+        return await one_turn(task, llm)
+
+    config = Config(steps=9, batch_size=2, group_size=2, max_staleness=max_staleness, rollout_timeout_s=10_000)
+    run = scripted(config, rollout=hangs_on_task_5)
+    # The steps before the hang are in the first interval, so the second one is the first without any.
+    [warning] = warnings_of(run, caplog, 2 * STALL_WARNING_S + 1)
+    [hung] = [event.group for event in run.events_of(Admitted) if event.task == 5]
+    assert f"batch {len(run.events_of(Published))} waits for groups [{hung}]" in warning
+    assert "0 requests run and 0 wait for an engine" in warning

@@ -200,4 +200,6 @@ def test_interrupt_while_starting_leaves_no_child(controller: Controller) -> Non
 if __name__ == "__main__":
     from staleflow import run
 
+    # A shell without job control has told its background processes to ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run(make_pipeline(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -51,7 +51,7 @@ def test_trains_publishes_and_saves_over_the_wire(model: Path, tmp_path: Path) -
         await trainer.publish(tmp_path / "weights")
         third = await trainer.step(batch(2))
 
-        with pytest.raises(TrainerError, match="could not write .*weights"):
+        with pytest.raises(TrainerError, match=r"could not write .*weights"):
             await trainer.publish(tmp_path / "missing" / "weights")
         (tmp_path / "file").touch()
         with pytest.raises(TrainerError, match="could not write"):

@@ -1,4 +1,4 @@
-"""A model of 100,000 random weights learns to repeat the letter it is given."""
+"""A model of 130,000 random weights learns to repeat the letter it is given."""
 
 import tempfile
 

@@ -8,7 +8,7 @@
     ├── RolloutError            the user's rollout function
     │   ├── RolloutTimeoutError     did not return before its deadline
     │   ├── RewardError             returned something that is not a finite number
-    │   ├── ContextError            sent a prompt that does not continue its own trajectory
+    │   ├── ContextError            sent a prompt that its trajectory cannot take
     │   └── TooManyFailuresError    failed so often that the run was ended
     ├── LedgerError             an illegal call to the ledger; its state is unchanged
     │   ├── UnknownGroupError       no live group has this id
@@ -48,7 +48,7 @@ class RewardError(RolloutError):
 
 
 class ContextError(RolloutError):
-    """A prompt does not continue the trajectory so far, is empty, or leaves no room to generate."""
+    """A prompt is empty, leaves no room to generate, or comes while its trajectory is busy or after it has ended."""
 
 
 class TooManyFailuresError(RolloutError):

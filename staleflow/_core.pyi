@@ -9,7 +9,7 @@ import enum
 from collections.abc import Sequence
 from typing import Literal, final
 
-__all__ = ["Lease", "LedgerStatistics", "Refusal", "RefusalReason", "StalenessLedger"]
+__all__ = ["Lease", "LedgerReplay", "LedgerStatistics", "Refusal", "RefusalReason", "StalenessLedger"]
 
 class RefusalReason(enum.Enum):
     """Why a legal request cannot be granted now."""
@@ -52,6 +52,13 @@ class Lease:
     @property
     def groups(self) -> tuple[int, ...]:
         """Ids of its ``batch_size`` groups in training order: earliest deadline first, then as admitted."""
+    @property
+    def expired(self) -> tuple[int, ...]:
+        """Ids of the groups that had to be in this batch and were not needed for it, in admission order.
+
+        They have ended; their running members should be cancelled. Always empty without ``extra_groups``, and for
+        a batch that was released before.
+        """
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
@@ -77,7 +84,7 @@ class LedgerStatistics:
         """Groups ended by failure or cancellation, by reason, sorted by reason. A fresh dict each time."""
     @property
     def expired(self) -> int:
-        """Groups ended by missing their deadline. The capacity law leaves no way to miss one, so always 0."""
+        """Groups ended by missing their deadline. Without ``extra_groups`` there is no way to miss one."""
     @property
     def running(self) -> int:
         """Live groups with an unfinished member."""
@@ -97,6 +104,9 @@ class LedgerStatistics:
     def late_completions(self) -> int:
         """Member completions, not groups, that were ignored because their attempt or group was over."""
     @property
+    def closed_short(self) -> int:
+        """Groups that `close_short` made complete. Each is also counted in the term of where it is."""
+    @property
     def accounting_holds(self) -> bool:
         """Whether the accounting law is true of these numbers."""
     def __eq__(self, other: object, /) -> bool: ...
@@ -108,7 +118,8 @@ class StalenessLedger:
 
     For every token of every consumed group, the index of the consuming batch minus the version that sampled
     the token is at most ``max_staleness``. Time spent waiting in a queue counts. In return for that,
-    admission may refuse; a group that is admitted is never thrown away for being too old.
+    admission may refuse; a group that is admitted is never thrown away for being too old (unless there are
+    ``extra_groups``).
 
     Not thread-safe: all calls belong to one thread or one event loop.
     """
@@ -128,8 +139,10 @@ class StalenessLedger:
             batch_size: groups per train step, 1 to 2147483647.
             max_staleness: the bound in published versions, 0 to 1000000. 0 is synchronous training.
             group_size: trajectories per group, 1 to 65536.
-            extra_groups: groups admitted beyond ``batch_size``. Only 0: not available yet.
-            extra_members: members started beyond ``group_size``. Likewise only 0.
+            extra_groups: groups admitted beyond ``batch_size`` for every batch, 0 to 2147483647. A batch is then
+                ready with any ``batch_size`` complete groups, and those left behind at their deadline expire.
+            extra_members: members played beyond ``group_size`` in every group, 0 to 65536. The first
+                ``group_size`` to finish make the group complete; completions of the others are late.
 
         Raises:
             ConfigError: a value is out of range; names the argument, the value and what is allowed.
@@ -143,6 +156,12 @@ class StalenessLedger:
     @property
     def group_size(self) -> int:
         """Trajectories per group."""
+    @property
+    def extra_groups(self) -> int:
+        """Groups admitted beyond the batch size."""
+    @property
+    def extra_members(self) -> int:
+        """Members played beyond the group size."""
     @property
     def next_batch(self) -> int:
         """The batch that `consume` hands out next: `published`, or one more while a lease is held."""
@@ -196,14 +215,14 @@ class StalenessLedger:
     def finish_member(self, group: int, member: int, *, min_version: int | None = None, attempt: int = 0) -> bool:
         """Finish a member's current attempt.
 
-        If it is the last member, the group becomes complete. If moreover every member gave a ``min_version``,
-        the group's version rises to the smallest of them.
+        If ``group_size`` members have finished, the group becomes complete. If moreover each of them gave a
+        ``min_version``, the group's version rises to the smallest of these.
 
         A completion of another attempt, or of a group that has ended, is ignored and counted as late.
 
         Args:
             group: the group's id.
-            member: 0 to ``group_size - 1``.
+            member: 0 to ``group_size + extra_members - 1``.
             min_version: version of the oldest token that the policy sampled in this member.
             attempt: the attempt that finished.
 
@@ -216,7 +235,7 @@ class StalenessLedger:
             VersionOrderError: ``min_version`` is older than the group's version, or not published.
         """
     def complete(self, group: int, *, min_version: int | None = None) -> None:
-        """Finish every unfinished member of a running group, each with this ``min_version``.
+        """Finish as many members as a running group still needs, the first ones, each with this ``min_version``.
 
         Raises:
             UnknownGroupError: no live group has this id.
@@ -229,6 +248,15 @@ class StalenessLedger:
         Raises:
             UnknownGroupError: no live group has one of the ids.
             WrongStateError: one of the groups is not running, or is named twice.
+        """
+    def close_short(self, group: int) -> None:
+        """Complete a running group with the members that have finished, fewer than ``group_size``.
+
+        Completions of the others are late. Counted in `LedgerStatistics.closed_short`.
+
+        Raises:
+            UnknownGroupError: no live group has this id.
+            WrongStateError: the group is not running, or no member has finished.
         """
     def abort(self, group: int, reason: str) -> None:
         """End a running or complete group that failed or was cancelled. Its place is free at once.
@@ -289,3 +317,44 @@ class StalenessLedger:
         Raises:
             SnapshotError: the bytes are foreign, of another format version, damaged or contradictory.
         """
+    def start_journal(self) -> None:
+        """Keep a journal of every change of state from here on, a few bytes each.
+
+        Whoever starts it calls `take_journal` now and then. A restored ledger keeps none.
+        """
+    def note_time(self, now_s: float) -> None:
+        """Note in the journal that the changes since the last call happened by this time.
+
+        The ledger itself has no clock and does not use it. Does nothing if nothing changed, or without a journal.
+
+        Args:
+            now_s: seconds since a moment of the caller's choice; resolved to a microsecond.
+        """
+    def take_journal(self) -> bytes:
+        """Take what the journal holds since the last call, to be appended to what was taken before.
+
+        Empty if nothing changed, or without a journal.
+        """
+    @staticmethod
+    def replay(journal: bytes) -> LedgerReplay:
+        """Rebuild the ledger from its journal, change by change.
+
+        What a killed process left unfinished at the very end is ignored.
+
+        Raises:
+            SnapshotError: the bytes are foreign, of another format version or damaged.
+        """
+
+@final
+class LedgerReplay:
+    """Iterates over a journal. Yields ``(t, ledger)`` for every noted time: the ledger as it was then.
+
+    It is one ledger that changes from item to item; take a `StalenessLedger.snapshot` to keep a moment. An item
+    raises `SnapshotError` if the journal is damaged there. Changes after the last noted time count as of that time.
+    """
+
+    @property
+    def ledger(self) -> StalenessLedger:
+        """The ledger at the moment reached so far; at first, as it was when the journal was started."""
+    def __iter__(self) -> LedgerReplay: ...
+    def __next__(self) -> tuple[float, StalenessLedger]: ...

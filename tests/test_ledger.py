@@ -53,6 +53,11 @@ def ledger() -> StalenessLedger:
     return ledger
 
 
+def granted(admission: int | Refusal) -> int:
+    assert isinstance(admission, int)
+    return admission
+
+
 class TestConstruction:
     def test_defaults_and_properties(self) -> None:
         ledger = StalenessLedger(batch_size=8, max_staleness=0)
@@ -65,8 +70,8 @@ class TestConstruction:
             ("batch_size", 1, 2**31 - 1),
             ("max_staleness", 0, 1_000_000),
             ("group_size", 1, 65_536),
-            ("extra_groups", 0, 0),
-            ("extra_members", 0, 0),
+            ("extra_groups", 0, 2**31 - 1),
+            ("extra_members", 0, 65_536),
         ],
     )
     def test_limits(self, name: str, lowest: int, highest: int) -> None:
@@ -78,13 +83,9 @@ class TestConstruction:
                 StalenessLedger(**(sizes | {name: value}))
             assert f" {value} " in str(caught.value)
 
-    @pytest.mark.parametrize("name", ["extra_groups", "extra_members"])
-    def test_over_provisioning_is_not_available(self, name: str) -> None:
-        with pytest.raises(ConfigError, match="over-provisioning is not available yet"):
-            StalenessLedger(**{"batch_size": 1, "max_staleness": 1, name: 1})
-
     def test_properties_are_read_only(self, ledger: StalenessLedger) -> None:
-        for name in ("batch_size", "max_staleness", "group_size", "next_batch", "published"):
+        sizes = ("batch_size", "max_staleness", "group_size", "extra_groups", "extra_members")
+        for name in (*sizes, "next_batch", "published"):
             with pytest.raises(AttributeError):
                 setattr(ledger, name, 5)
 
@@ -265,7 +266,7 @@ class TestBatches:
     def test_lease_is_a_frozen_value(self, ledger: StalenessLedger) -> None:
         ledger.release(0)
         lease = ledger.consume()
-        assert (lease.batch, lease.groups, repr(lease)) == (0, (1,), "Lease(batch=0, groups=(1,))")
+        assert (lease.batch, lease.groups, repr(lease)) == (0, (1,), "Lease(batch=0, groups=(1,), expired=())")
         assert isinstance(lease, Lease)
         with pytest.raises(AttributeError):
             lease.batch = 1  # type: ignore[misc]
@@ -501,3 +502,115 @@ def test_wrong_types_are_type_errors(ledger: StalenessLedger) -> None:
         with pytest.raises(TypeError):
             call()
     assert ledger.snapshot() == before
+
+
+class TestOverProvisioning:
+    def test_first_finishers_complete_a_group(self) -> None:
+        ledger = StalenessLedger(batch_size=1, max_staleness=0, group_size=2, extra_members=1)
+        assert (ledger.group_size, ledger.extra_members) == (2, 1)
+        group = granted(ledger.admit(0))
+        for member in (1, 2):
+            assert ledger.start_member(group, member, 0) is None
+        assert [ledger.finish_member(group, member) for member in (2, 0, 1)] == [False, True, False]
+        assert ledger.statistics().late_completions == 1
+
+    def test_groups_left_behind_expire(self) -> None:
+        ledger = StalenessLedger(batch_size=1, max_staleness=0, extra_groups=2)
+        assert ledger.extra_groups == 2
+        first, second, third = ledger.admit_many(0, 10)
+        ledger.complete_many([second, third])
+        lease = ledger.consume()
+        assert (lease.groups, lease.expired) == ((second,), (first, third))
+        assert ledger.statistics().expired == 2
+        assert ledger.statistics().accounting_holds
+
+    def test_close_short(self) -> None:
+        ledger = StalenessLedger(batch_size=1, max_staleness=0, group_size=3)
+        group = granted(ledger.admit(0))
+        with pytest.raises(WrongStateError, match="no member of group 1 has finished; abort it instead"):
+            ledger.close_short(group)
+        ledger.finish_member(group, 0)
+        ledger.close_short(group)
+        assert ledger.statistics().closed_short == 1
+        assert ledger.consume().groups == (group,)
+
+
+class TestJournal:
+    def journalled(self) -> tuple[StalenessLedger, bytes, list[tuple[float, bytes]]]:
+        """A ledger, its journal, and its snapshot at each noted time."""
+        ledger = StalenessLedger(batch_size=1, max_staleness=1, group_size=2, extra_members=1)
+        ledger.start_journal()
+        moments = []
+
+        def note(now_s: float) -> None:
+            ledger.note_time(now_s)
+            moments.append((now_s, ledger.snapshot()))
+
+        first, second = ledger.admit_many(0, 2)
+        note(0.25)
+        ledger.start_member(first, 1, 0)
+        ledger.finish_member(first, 1, min_version=0)
+        ledger.finish_member(first, 1, attempt=1)
+        ledger.close_short(first)
+        ledger.complete(second, min_version=0)
+        note(1.5)
+        ledger.filter(second, "uniform_rewards")
+        ledger.consume()
+        ledger.release(0)
+        ledger.consume()
+        ledger.publish(1)
+        note(2.000001)
+        ledger.abort(granted(ledger.admit(1)), "failed")
+        ledger.complete_many(ledger.admit_many(1, 1))
+        ledger.drain()
+        ledger.close()
+        note(3.0)
+        return ledger, ledger.take_journal(), moments
+
+    def test_every_moment_can_be_seen_again(self) -> None:
+        ledger, journal, moments = self.journalled()
+        replay = StalenessLedger.replay(journal)
+        assert replay.ledger.statistics().admitted == 0
+        assert [(now_s, then.snapshot()) for now_s, then in replay] == moments
+        assert replay.ledger.snapshot() == ledger.snapshot()
+
+    def test_is_taken_in_pieces(self) -> None:
+        ledger, journal, moments = self.journalled()
+        assert ledger.take_journal() == b""
+        ledger.note_time(4.0)
+        assert ledger.take_journal() == b""
+        cut_short = list(StalenessLedger.replay(journal[:-1]))
+        assert len(cut_short) < len(moments)
+
+    def test_a_change_costs_a_few_bytes(self) -> None:
+        ledger = StalenessLedger(batch_size=100, max_staleness=1)
+        ledger.start_journal()
+        start = len(ledger.take_journal())
+        for _ in range(100):
+            ledger.complete(granted(ledger.admit(0)))
+        assert len(ledger.take_journal()) < 100 * 2 * 4 + start
+
+    def test_refused_calls_leave_no_trace(self) -> None:
+        ledger = StalenessLedger(batch_size=1, max_staleness=0)
+        ledger.admit(0)
+        ledger.start_journal()
+        ledger.take_journal()
+        assert isinstance(ledger.admit(0), Refusal)
+        with pytest.raises(NotReadyError):
+            ledger.consume()
+        assert ledger.take_journal() == b""
+
+    @pytest.mark.parametrize("now_s", [-1.0, float("nan"), float("inf")])
+    def test_impossible_times_do_no_harm(self, now_s: float) -> None:
+        ledger = StalenessLedger(batch_size=1, max_staleness=0)
+        ledger.start_journal()
+        ledger.admit(0)
+        ledger.note_time(now_s)
+        assert len(list(StalenessLedger.replay(ledger.take_journal()))) == 1
+
+    def test_damage_is_refused(self) -> None:
+        _, journal, _ = self.journalled()
+        with pytest.raises(SnapshotError, match="these bytes are not a ledger journal"):
+            StalenessLedger.replay(b"no journal")
+        with pytest.raises(SnapshotError, match="the journal is damaged"):
+            list(StalenessLedger.replay(journal[:-1] + b"x"))

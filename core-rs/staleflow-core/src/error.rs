@@ -57,6 +57,12 @@ pub enum LedgerError {
         /// The call that failed.
         call: Call,
     },
+    /// A group cannot be closed short with no member at all.
+    #[error("close_short: no member of group {group} has finished; abort it instead")]
+    NoMemberFinished {
+        /// The group.
+        group: GroupId,
+    },
     /// No lease is in the state that publish or release needs.
     #[error("{call}: no batch is out for training (next batch {next_batch}, published {published})")]
     NoLease {
@@ -116,20 +122,36 @@ pub enum LedgerError {
         /// The call that failed.
         call: Call,
     },
-    /// The bytes do not begin like a ledger snapshot.
-    #[error("these bytes are not a ledger snapshot")]
-    SnapshotForeign,
-    /// The snapshot is of a format that this release does not read.
-    #[error("the snapshot has format version {found}; this release reads version {supported}")]
-    SnapshotFormat {
+    /// The bytes do not begin like what they should be.
+    #[error("these bytes are not a ledger {0}")]
+    Foreign(Document),
+    /// The document is of a format that this release does not read.
+    #[error("the {document} has format version {found}; this release reads version {supported}")]
+    Format {
+        /// What was read.
+        document: Document,
         /// The format version in the header.
         found: u16,
         /// The one this release reads and writes.
         supported: u16,
     },
-    /// The snapshot is cut short, altered, or contradicts itself.
-    #[error("the snapshot is damaged: {0}")]
-    SnapshotDamaged(&'static str),
+    /// The document is cut short, altered, or contradicts itself.
+    #[error("the {document} is damaged: {fault}")]
+    Damaged {
+        /// What was read.
+        document: Document,
+        /// What is wrong with it.
+        fault: &'static str,
+    },
+}
+
+/// What a ledger can be restored from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Document {
+    /// All state at one moment.
+    Snapshot,
+    /// Every change of state since one moment.
+    Journal,
 }
 
 /// The calls that can be illegal.
@@ -141,6 +163,7 @@ pub enum Call {
     FinishMember,
     Complete,
     CompleteMany,
+    CloseShort,
     Abort,
     Filter,
     Publish,
@@ -169,6 +192,15 @@ pub enum MemberState {
     Finished,
 }
 
+impl fmt::Display for Document {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Snapshot => "snapshot",
+            Self::Journal => "journal",
+        })
+    }
+}
+
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -177,6 +209,7 @@ impl fmt::Display for Call {
             Self::FinishMember => "finish_member",
             Self::Complete => "complete",
             Self::CompleteMany => "complete_many",
+            Self::CloseShort => "close_short",
             Self::Abort => "abort",
             Self::Filter => "filter",
             Self::Publish => "publish",

@@ -52,15 +52,16 @@ impl From<&LedgerError> for ErrorClass {
             LedgerError::Argument { .. } => Self::Config,
             LedgerError::UnknownGroup { .. } => Self::UnknownGroup,
             LedgerError::RepeatedGroup { .. }
+            | LedgerError::NoMemberFinished { .. }
             | LedgerError::GroupState { .. }
             | LedgerError::MemberState { .. }
             | LedgerError::NoLease { .. }
             | LedgerError::OtherLease { .. } => Self::WrongState,
             LedgerError::LeaseHeld { .. } | LedgerError::NotReady { .. } => Self::NotReady,
             LedgerError::PublishOrder { .. } | LedgerError::TokenVersion { .. } => Self::VersionOrder,
-            LedgerError::SnapshotForeign
-            | LedgerError::SnapshotFormat { .. }
-            | LedgerError::SnapshotDamaged(_) => Self::Snapshot,
+            LedgerError::Foreign(_) | LedgerError::Format { .. } | LedgerError::Damaged { .. } => {
+                Self::Snapshot
+            }
         }
     }
 }

@@ -14,7 +14,7 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::ledger::{Lease, LedgerStatistics, Refusal, StalenessLedger};
+    use crate::ledger::{Lease, LedgerReplay, LedgerStatistics, Refusal, StalenessLedger};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

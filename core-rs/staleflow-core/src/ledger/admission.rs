@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Ledger;
 use super::group::Group;
+use super::journal::Change;
 use crate::ids::{Batch, GroupId, Version};
 
 /// Whether the ledger takes new groups at all. It only ever moves towards `Closed`.
@@ -69,12 +70,16 @@ impl Ledger {
     /// The [`Refusal`] that applies now.
     pub fn admit(&mut self, engine_version: Version) -> Result<GroupId, Refusal> {
         self.check_admission(engine_version)?;
+        self.note(&Change::Admit { version: engine_version });
         Ok(self.insert_group(engine_version))
     }
 
     /// Admits up to `wanted` groups, as many as the law allows.
     pub fn admit_many(&mut self, engine_version: Version, wanted: u64) -> Vec<GroupId> {
         let granted = wanted.min(self.capacity(engine_version));
+        if granted > 0 {
+            self.note(&Change::AdmitMany { version: engine_version, groups: granted });
+        }
         (0..granted).map(|_| self.insert_group(engine_version)).collect()
     }
 
@@ -89,16 +94,18 @@ impl Ledger {
 
     /// Refuses every admission from now on; live groups go on.
     pub fn drain(&mut self) {
-        self.books.gate = self.books.gate.max(Gate::Draining);
+        self.gate = self.gate.max(Gate::Draining);
+        self.note(&Change::Drain);
     }
 
     /// Refuses every admission from now on, as a ledger that is done.
     pub fn close(&mut self) {
-        self.books.gate = Gate::Closed;
+        self.gate = Gate::Closed;
+        self.note(&Change::Close);
     }
 
     fn check_admission(&self, engine_version: Version) -> Result<(), Refusal> {
-        match self.books.gate {
+        match self.gate {
             Gate::Open => {}
             Gate::Draining => return Err(Refusal::Draining),
             Gate::Closed => return Err(Refusal::Closed),
@@ -124,10 +131,10 @@ impl Ledger {
     }
 
     fn insert_group(&mut self, version: Version) -> GroupId {
-        let group = self.books.next_id;
-        self.books.next_id = GroupId(group.0.saturating_add(1));
-        self.books.groups.insert(group, Group::admitted(version, self.books.config.group_size()));
-        self.window.insert_running(group, self.deadline(version));
-        group
+        let id = self.next_id;
+        self.next_id = GroupId(id.0.saturating_add(1));
+        self.live.insert(Group::admitted(id, version, self.config.group_size()));
+        self.window.insert_running(self.deadline(version), 1);
+        id
     }
 }

@@ -25,13 +25,11 @@ pub const MAX_STALENESS: Setting = Setting::new("max_staleness", 0..=1_000_000, 
 /// Trajectories per group. Every live group keeps a record per member, so the limit bounds one admission's memory.
 pub const GROUP_SIZE: Setting = Setting::new("group_size", 1..=65_536, "1 to 65536 trajectories");
 
-/// Groups admitted beyond the batch size.
-pub const EXTRA_GROUPS: Setting =
-    Setting::new("extra_groups", 0..=0, "only 0, over-provisioning is not available yet");
+/// Groups admitted beyond the batch size, for every batch.
+pub const EXTRA_GROUPS: Setting = Setting::new("extra_groups", 0..=2_147_483_647, "0 to 2147483647 groups");
 
-/// Members started beyond the group size.
-pub const EXTRA_MEMBERS: Setting =
-    Setting::new("extra_members", 0..=0, "only 0, over-provisioning is not available yet");
+/// Members played beyond the group size, in every group.
+pub const EXTRA_MEMBERS: Setting = Setting::new("extra_members", 0..=65_536, "0 to 65536 trajectories");
 
 impl Setting {
     const fn new(name: &'static str, range: RangeInclusive<i64>, allowed: &'static str) -> Self {
@@ -58,22 +56,39 @@ pub struct LedgerConfig {
     batch_size: u32,
     max_staleness: u32,
     group_size: u32,
+    extra_groups: u32,
+    extra_members: u32,
 }
 
 impl LedgerConfig {
-    /// Checks each value against its [`Setting`].
+    /// Without over-provisioning. Checks each value against its [`Setting`].
     ///
     /// # Errors
     /// [`LedgerError::Argument`] for the first value out of range.
     pub fn new(batch_size: i64, max_staleness: i64, group_size: i64) -> Result<Self, LedgerError> {
-        let checked = |setting: &Setting, value| {
-            u32::try_from(setting.check(value)?).map_err(|_| setting.reject(value))
-        };
         Ok(Self {
             batch_size: checked(&BATCH_SIZE, batch_size)?,
             max_staleness: checked(&MAX_STALENESS, max_staleness)?,
             group_size: checked(&GROUP_SIZE, group_size)?,
+            extra_groups: 0,
+            extra_members: 0,
         })
+    }
+
+    /// Batch redundancy: admits `extra_groups` more for every batch than it will hold.
+    ///
+    /// # Errors
+    /// [`LedgerError::Argument`] for a value out of range.
+    pub fn with_extra_groups(self, extra_groups: i64) -> Result<Self, LedgerError> {
+        Ok(Self { extra_groups: checked(&EXTRA_GROUPS, extra_groups)?, ..self })
+    }
+
+    /// Group redundancy: plays `extra_members` more in every group than it needs.
+    ///
+    /// # Errors
+    /// [`LedgerError::Argument`] for a value out of range.
+    pub fn with_extra_members(self, extra_members: i64) -> Result<Self, LedgerError> {
+        Ok(Self { extra_members: checked(&EXTRA_MEMBERS, extra_members)?, ..self })
     }
 
     /// Groups per train step.
@@ -88,14 +103,39 @@ impl LedgerConfig {
         self.max_staleness.into()
     }
 
-    /// Trajectories per group.
+    /// Trajectories per group: as many members must finish.
     #[must_use]
     pub fn group_size(&self) -> u32 {
         self.group_size
     }
 
-    /// Whether deserialized values are ones that [`LedgerConfig::new`] would accept.
-    pub(super) fn is_valid(&self) -> bool {
-        Self::new(self.batch_size.into(), self.max_staleness.into(), self.group_size.into()).is_ok()
+    /// Groups admitted beyond the batch size.
+    #[must_use]
+    pub fn extra_groups(&self) -> u64 {
+        self.extra_groups.into()
     }
+
+    /// Members played beyond the group size.
+    #[must_use]
+    pub fn extra_members(&self) -> u32 {
+        self.extra_members
+    }
+
+    /// Members of a group, those that it does not need included.
+    #[must_use]
+    pub fn members(&self) -> usize {
+        self.group_size as usize + self.extra_members as usize
+    }
+
+    /// Whether deserialized values are ones that the constructors would accept.
+    pub(super) fn is_valid(&self) -> bool {
+        Self::new(self.batch_size.into(), self.max_staleness.into(), self.group_size.into())
+            .and_then(|config| config.with_extra_groups(self.extra_groups.into()))
+            .and_then(|config| config.with_extra_members(self.extra_members.into()))
+            .is_ok()
+    }
+}
+
+fn checked(setting: &Setting, value: i64) -> Result<u32, LedgerError> {
+    u32::try_from(setting.check(value)?).map_err(|_| setting.reject(value))
 }

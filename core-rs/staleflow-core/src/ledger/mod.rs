@@ -13,15 +13,13 @@
 mod admission;
 pub mod config;
 mod group;
+pub mod journal;
 mod lease;
+mod live;
 mod progress;
 mod snapshot;
 mod statistics;
 mod window;
-
-use std::collections::BTreeMap;
-
-use serde::{Deserialize, Serialize};
 
 pub use self::admission::Refusal;
 pub use self::config::LedgerConfig;
@@ -30,8 +28,10 @@ pub use self::progress::Finish;
 pub use self::statistics::Statistics;
 
 use self::admission::Gate;
-use self::group::Group;
+use self::journal::Journal;
 use self::lease::Training;
+use self::live::LiveGroups;
+use self::statistics::Ended;
 use self::window::Window;
 use crate::ids::{Batch, GroupId, Version};
 
@@ -46,73 +46,68 @@ use crate::ids::{Batch, GroupId, Version};
 ///
 /// Admission keeps it by refusing; consumption keeps it by waiting until the batch can be filled with complete
 /// groups that leave the law true for the rest; nothing else adds a group or brings a deadline forward. A place is
-/// therefore never taken away again, and finished work is never discarded for age.
+/// therefore never taken away again, and finished work is never discarded for age. With extra groups the second half
+/// of this is given up: there may be more groups than places, and those that a batch leaves behind at their deadline
+/// expire.
 ///
 /// **Accounting law.** The admitted groups are exactly the trained, filtered, aborted, expired, running, complete
 /// and leased ones. See [`Statistics`].
 #[derive(Debug, Clone)]
 pub struct Ledger {
-    books: Books,
-    /// Derived from the books: the groups that are neither leased nor ended, by deadline.
-    window: Window,
-}
-
-/// Everything a snapshot has to keep.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Books {
     config: LedgerConfig,
     gate: Gate,
     published: Version,
     training: Training,
     next_id: GroupId,
-    groups: BTreeMap<GroupId, Group>,
-    filtered: BTreeMap<String, u64>,
-    aborted: BTreeMap<String, u64>,
-    late_completions: u64,
+    live: LiveGroups,
+    ended: Ended,
+    /// Derived from the rest: how many groups are neither leased nor ended, by deadline.
+    window: Window,
+    /// Written only if asked for.
+    journal: Option<Journal>,
 }
 
 impl Ledger {
     /// An empty ledger at version 0.
     #[must_use]
     pub fn new(config: LedgerConfig) -> Self {
-        let books = Books {
+        Self {
             config,
             gate: Gate::Open,
             published: Version(0),
             training: Training::Idle,
             next_id: GroupId(1),
-            groups: BTreeMap::new(),
-            filtered: BTreeMap::new(),
-            aborted: BTreeMap::new(),
-            late_completions: 0,
-        };
-        Self { books, window: Window::new(config.batch_size(), Batch(0)) }
+            live: LiveGroups::new(config.members()),
+            ended: Ended::default(),
+            window: Window::new(config.batch_size(), config.extra_groups(), Batch(0)),
+            journal: None,
+        }
     }
 
     /// The sizes and the bound.
     #[must_use]
     pub fn config(&self) -> &LedgerConfig {
-        &self.books.config
+        &self.config
     }
 
     /// The newest version that engines can pull.
     #[must_use]
     pub fn published(&self) -> Version {
-        self.books.published
+        self.published
     }
 
     /// The batch that the next [`Ledger::consume`] hands out. One ahead of the published version while a batch is
     /// being trained, equal to it otherwise.
     #[must_use]
     pub fn next_batch(&self) -> Batch {
-        let published = Batch(self.books.published.0);
-        match self.books.training {
+        let published = Batch(self.published.0);
+        match self.training {
             Training::Idle | Training::Released(_) => published,
             Training::Held(_) => published.next(),
         }
     }
 
     fn deadline(&self, version: Version) -> Batch {
-        version.deadline(self.books.config.max_staleness())
+        version.deadline(self.config.max_staleness())
     }
 }

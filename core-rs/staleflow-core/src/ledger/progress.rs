@@ -1,10 +1,12 @@
 //! What happens to a group between admission and consumption: its members run and finish, or it ends early.
 
-use std::collections::BTreeSet;
+use std::borrow::Cow;
 
 use super::Ledger;
 use super::admission::Refusal;
-use super::group::{Group, Report};
+use super::group::{Group, Member, Report};
+use super::journal::Change;
+use super::statistics::count;
 use crate::error::{Call, GroupState, LedgerError, MemberState};
 use crate::ids::{GroupId, Version};
 
@@ -25,7 +27,7 @@ impl Ledger {
     /// # Errors
     /// [`LedgerError::UnknownGroup`].
     pub fn group_version(&self, group: GroupId) -> Result<Version, LedgerError> {
-        self.live(group, Call::GroupVersion).map(|found| found.version)
+        self.live(group, Call::GroupVersion).map(|(found, _)| found.version)
     }
 
     /// Begins a member's first attempt on an engine of this version, or, if it is running, its next attempt. The
@@ -41,14 +43,16 @@ impl Ledger {
         engine_version: Version,
     ) -> Result<Result<(), Refusal>, LedgerError> {
         let call = Call::StartMember;
-        let found = self.live_in(group, &[GroupState::Running], call)?;
-        if let Some(state) = found.start_obstacle(member) {
+        let (found, members) = self.live_in(group, &[GroupState::Running], call)?;
+        let obstacle = members.get(member).map_or(Some(MemberState::Absent), |found| found.start_obstacle());
+        if let Some(state) = obstacle {
             return Err(LedgerError::MemberState { group, member, state, call });
         }
         if let Err(refusal) = self.check_engine(engine_version, found.version) {
             return Ok(Err(refusal));
         }
-        self.change(group, |found| found.start(member));
+        self.change(group, |_, members| members[member].start());
+        self.note(&Change::StartMember { group, member, version: engine_version });
         Ok(Ok(()))
     }
 
@@ -68,27 +72,32 @@ impl Ledger {
         if !self.was_admitted(group) {
             return Err(LedgerError::UnknownGroup { group, call });
         }
-        if member >= self.config().group_size() as usize {
+        if member >= self.config().members() {
             return Err(LedgerError::MemberState { group, member, state: MemberState::Absent, call });
         }
-        let report = self.books.groups.get(&group).map_or(Report::Late, |found| found.judge(member, attempt));
-        match report {
-            Report::Illegal(state) => Err(LedgerError::MemberState { group, member, state, call }),
+        let judge = |(found, members): (&Group, &[Member])| found.judge(members[member], attempt);
+        let finish = match self.live.get(group).map_or(Report::Late, judge) {
+            Report::Illegal(state) => {
+                return Err(LedgerError::MemberState { group, member, state, call });
+            }
             Report::Late => {
-                self.books.late_completions = self.books.late_completions.saturating_add(1);
-                Ok(Finish::Late)
+                self.ended.late_completions = self.ended.late_completions.saturating_add(1);
+                Finish::Late
             }
             Report::Current => {
                 self.check_tokens(group, min_version, call)?;
-                Ok(match self.change(group, |found| found.finish(member, min_version)) {
+                match self.change(group, |found, members| found.finish(members, member, min_version)) {
                     Some(GroupState::Complete) => Finish::Group,
                     _ => Finish::Member,
-                })
+                }
             }
-        }
+        };
+        self.note(&Change::FinishMember { group, member, min_version, attempt });
+        Ok(finish)
     }
 
-    /// Completes a running group: every unfinished member finishes, with `min_version` as its oldest version.
+    /// Completes a running group: as many unfinished members as it needs finish, the first ones, with `min_version`
+    /// as their oldest version.
     ///
     /// # Errors
     /// [`LedgerError::UnknownGroup`], [`LedgerError::GroupState`] unless it is running, or
@@ -96,7 +105,8 @@ impl Ledger {
     pub fn complete(&mut self, group: GroupId, min_version: Option<Version>) -> Result<(), LedgerError> {
         self.live_in(group, &[GroupState::Running], Call::Complete)?;
         self.check_tokens(group, min_version, Call::Complete)?;
-        self.change(group, |found| found.finish_all(min_version));
+        self.change(group, |found, members| found.finish_all(members, min_version));
+        self.note(&Change::Complete { group, min_version });
         Ok(())
     }
 
@@ -106,16 +116,36 @@ impl Ledger {
     /// As [`Ledger::complete`], and [`LedgerError::RepeatedGroup`].
     pub fn complete_many(&mut self, groups: &[GroupId]) -> Result<(), LedgerError> {
         let call = Call::CompleteMany;
-        let mut seen = BTreeSet::new();
         for &group in groups {
             self.live_in(group, &[GroupState::Running], call)?;
-            if !seen.insert(group) {
-                return Err(LedgerError::RepeatedGroup { group, call });
-            }
+        }
+        if let Some(group) = repeated(groups) {
+            return Err(LedgerError::RepeatedGroup { group, call });
         }
         for &group in groups {
-            self.change(group, |found| found.finish_all(None));
+            self.change(group, |found, members| found.finish_all(members, None));
         }
+        if !groups.is_empty() {
+            self.note(&Change::CompleteMany { groups: Cow::Borrowed(groups) });
+        }
+        Ok(())
+    }
+
+    /// Completes a running group with the members that have finished, fewer than the group size. The others are not
+    /// needed any more.
+    ///
+    /// # Errors
+    /// [`LedgerError::UnknownGroup`], [`LedgerError::GroupState`] unless it is running, or
+    /// [`LedgerError::NoMemberFinished`].
+    pub fn close_short(&mut self, group: GroupId) -> Result<(), LedgerError> {
+        let call = Call::CloseShort;
+        let (_, members) = self.live_in(group, &[GroupState::Running], call)?;
+        if !Group::has_finished_member(members) {
+            return Err(LedgerError::NoMemberFinished { group });
+        }
+        self.change(group, |found, members| found.complete(members));
+        self.ended.closed_short += 1;
+        self.note(&Change::CloseShort { group });
         Ok(())
     }
 
@@ -128,7 +158,8 @@ impl Ledger {
         check_reason(reason)?;
         self.live_in(group, &[GroupState::Running, GroupState::Complete], Call::Abort)?;
         self.end(group);
-        *self.books.aborted.entry(reason.to_owned()).or_default() += 1;
+        count(&mut self.ended.aborted, reason);
+        self.note(&Change::Abort { group, reason });
         Ok(())
     }
 
@@ -141,21 +172,27 @@ impl Ledger {
         check_reason(reason)?;
         self.live_in(group, &[GroupState::Complete], Call::Filter)?;
         self.end(group);
-        *self.books.filtered.entry(reason.to_owned()).or_default() += 1;
+        count(&mut self.ended.filtered, reason);
+        self.note(&Change::Filter { group, reason });
         Ok(())
     }
 
     fn was_admitted(&self, group: GroupId) -> bool {
-        GroupId(0) < group && group < self.books.next_id
+        GroupId(0) < group && group < self.next_id
     }
 
-    fn live(&self, group: GroupId, call: Call) -> Result<&Group, LedgerError> {
-        self.books.groups.get(&group).ok_or(LedgerError::UnknownGroup { group, call })
+    fn live(&self, group: GroupId, call: Call) -> Result<(&Group, &[Member]), LedgerError> {
+        self.live.get(group).ok_or(LedgerError::UnknownGroup { group, call })
     }
 
-    fn live_in(&self, group: GroupId, states: &[GroupState], call: Call) -> Result<&Group, LedgerError> {
+    fn live_in(
+        &self,
+        group: GroupId,
+        states: &[GroupState],
+        call: Call,
+    ) -> Result<(&Group, &[Member]), LedgerError> {
         let found = self.live(group, call)?;
-        let state = found.state();
+        let state = found.0.state();
         if states.contains(&state) { Ok(found) } else { Err(LedgerError::GroupState { group, state, call }) }
     }
 
@@ -165,7 +202,7 @@ impl Ledger {
         min_version: Option<Version>,
         call: Call,
     ) -> Result<(), LedgerError> {
-        let oldest = self.live(group, call)?.version;
+        let oldest = self.live(group, call)?.0.version;
         let published = self.published();
         match min_version {
             Some(version) if version < oldest || version > published => {
@@ -176,23 +213,39 @@ impl Ledger {
     }
 
     /// Changes a running group and gives it its new place in the window.
-    fn change(&mut self, group: GroupId, change: impl FnOnce(&mut Group)) -> Option<GroupState> {
-        let max_staleness = self.books.config.max_staleness();
-        let found = self.books.groups.get_mut(&group)?;
-        let before = found.version.deadline(max_staleness);
-        change(found);
-        if found.state() == GroupState::Complete {
-            self.window.remove(group, before);
-            self.window.insert_complete(group, found.version.deadline(max_staleness));
+    fn change(&mut self, id: GroupId, change: impl FnOnce(&mut Group, &mut [Member])) -> Option<GroupState> {
+        let max_staleness = self.config.max_staleness();
+        let (group, members) = self.live.get_mut(id)?;
+        let before = group.version.deadline(max_staleness);
+        change(group, members);
+        let state = group.state();
+        if state == GroupState::Complete {
+            let after = group.version.deadline(max_staleness);
+            self.window.remove_running(before);
+            self.window.insert_complete(id, after);
         }
-        Some(found.state())
+        Some(state)
     }
 
-    fn end(&mut self, group: GroupId) {
-        if let Some(ended) = self.books.groups.remove(&group) {
-            self.window.remove(group, self.deadline(ended.version));
+    fn end(&mut self, id: GroupId) {
+        let Some(group) = self.live.remove(id) else { return };
+        let deadline = self.deadline(group.version);
+        match group.state() {
+            GroupState::Running => self.window.remove_running(deadline),
+            GroupState::Complete => self.window.remove_complete(deadline, |id| self.live.is_complete(id)),
+            GroupState::Leased => {}
         }
     }
+}
+
+/// A group that is named more than once.
+fn repeated(groups: &[GroupId]) -> Option<GroupId> {
+    if groups.is_sorted_by(|earlier, later| earlier < later) {
+        return None;
+    }
+    let mut sorted = groups.to_vec();
+    sorted.sort_unstable();
+    sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0])
 }
 
 fn check_reason(reason: &str) -> Result<(), LedgerError> {

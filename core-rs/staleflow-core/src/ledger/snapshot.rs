@@ -4,80 +4,123 @@
 //! magic, 8 bytes | format version, u16 little-endian | books, postcard | CRC-32 of all before, u32 little-endian
 //! ```
 //!
-//! Only the books are written. The window is rebuilt from them, so it cannot disagree with them.
+//! The window is not written. It is rebuilt from the books, so it cannot disagree with them.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
-use super::group::Group;
+use serde::{Deserialize, Serialize};
+
+use super::admission::Gate;
+use super::group::GroupRecord;
 use super::lease::Training;
+use super::live::LiveGroups;
+use super::statistics::Ended;
 use super::window::Window;
-use super::{Books, Ledger};
-use crate::error::{GroupState, LedgerError};
-use crate::ids::{Batch, GroupId};
+use super::{Ledger, LedgerConfig};
+use crate::error::{Document, GroupState, LedgerError};
+use crate::ids::{Batch, GroupId, Version};
 
 const MAGIC: &[u8; 8] = b"SFLEDGER";
-const FORMAT_VERSION: u16 = 1;
+const FORMAT_VERSION: u16 = 2;
 const CHECKSUM_BYTES: usize = 4;
 
 /// No run comes near this many versions or groups; below it, no sum of two counters overflows.
 const COUNTER_LIMIT: u64 = 1 << 62;
 
+/// Everything a snapshot has to keep.
+#[derive(Debug, Serialize, Deserialize)]
+struct Books {
+    config: LedgerConfig,
+    gate: Gate,
+    published: Version,
+    training: Training,
+    next_id: GroupId,
+    /// Oldest first.
+    groups: Vec<GroupRecord>,
+    ended: Ended,
+}
+
 impl Ledger {
     /// All state, such that [`Ledger::restore`] gives a ledger that decides the same for ever after.
     #[must_use]
-    #[expect(
-        clippy::missing_panics_doc,
-        reason = "a vector takes any bytes and every field can be serialized"
-    )]
     pub fn snapshot(&self) -> Vec<u8> {
-        let mut data = MAGIC.to_vec();
-        data.extend(FORMAT_VERSION.to_le_bytes());
-        let mut data = postcard::to_extend(&self.books, data).expect("the books can be serialized");
-        data.extend(crc32fast::hash(&data).to_le_bytes());
-        data
+        self.books().write()
     }
 
-    /// The ledger that [`Ledger::snapshot`] was called on.
+    /// The ledger that [`Ledger::snapshot`] was called on. It keeps no journal.
     ///
     /// # Errors
-    /// [`LedgerError::SnapshotForeign`], [`LedgerError::SnapshotFormat`] or [`LedgerError::SnapshotDamaged`].
+    /// [`LedgerError::Foreign`], [`LedgerError::Format`] or [`LedgerError::Damaged`].
     pub fn restore(data: &[u8]) -> Result<Self, LedgerError> {
         let books: Books = match postcard::take_from_bytes(body(data)?) {
             Ok((books, [])) => books,
-            Ok(_) => return Err(LedgerError::SnapshotDamaged("bytes follow the last field")),
-            Err(_) => return Err(LedgerError::SnapshotDamaged("the fields cannot be read")),
+            Ok(_) => return Err(damaged("bytes follow the last field")),
+            Err(_) => return Err(damaged("the fields cannot be read")),
         };
         books.check_fields()?;
-        let window = books.window();
-        if !window.law_holds() {
-            return Err(LedgerError::SnapshotDamaged("the groups break the capacity law"));
+        let ledger = Self::from_books(books);
+        if !ledger.window.law_holds(ledger.config.max_staleness()) {
+            return Err(damaged("the groups break the capacity law"));
         }
-        let ledger = Self { books, window };
         if !ledger.statistics().accounting_holds() {
-            return Err(LedgerError::SnapshotDamaged("the groups do not add up"));
+            return Err(damaged("the groups do not add up"));
         }
         Ok(ledger)
+    }
+
+    fn books(&self) -> Books {
+        Books {
+            config: self.config,
+            gate: self.gate,
+            published: self.published,
+            training: self.training.clone(),
+            next_id: self.next_id,
+            groups: self.live.records(),
+            ended: self.ended.clone(),
+        }
+    }
+
+    fn from_books(books: Books) -> Self {
+        let window = books.window();
+        let mut live = LiveGroups::new(books.config.members());
+        for record in &books.groups {
+            live.insert_record(record);
+        }
+        let Books { config, gate, published, training, next_id, groups: _, ended } = books;
+        Self { config, gate, published, training, next_id, live, ended, window, journal: None }
     }
 }
 
 /// The serialized books between a good header and a good checksum.
 fn body(data: &[u8]) -> Result<&[u8], LedgerError> {
-    let rest = data.strip_prefix(MAGIC).ok_or(LedgerError::SnapshotForeign)?;
-    let cut_short = LedgerError::SnapshotDamaged("it is cut short");
+    let rest = data.strip_prefix(MAGIC).ok_or(LedgerError::Foreign(Document::Snapshot))?;
+    let cut_short = damaged("it is cut short");
     let (version, rest) = rest.split_first_chunk().ok_or(cut_short.clone())?;
     let found = u16::from_le_bytes(*version);
     if found != FORMAT_VERSION {
-        return Err(LedgerError::SnapshotFormat { found, supported: FORMAT_VERSION });
+        return Err(LedgerError::Format { document: Document::Snapshot, found, supported: FORMAT_VERSION });
     }
     let (body, checksum) = rest.split_last_chunk::<CHECKSUM_BYTES>().ok_or(cut_short)?;
     let covered = &data[..data.len() - CHECKSUM_BYTES];
     if crc32fast::hash(covered) != u32::from_le_bytes(*checksum) {
-        return Err(LedgerError::SnapshotDamaged("the checksum does not match"));
+        return Err(damaged("the checksum does not match"));
     }
     Ok(body)
 }
 
+fn damaged(fault: &'static str) -> LedgerError {
+    LedgerError::Damaged { document: Document::Snapshot, fault }
+}
+
 impl Books {
+    fn write(&self) -> Vec<u8> {
+        let mut data = MAGIC.to_vec();
+        data.extend(FORMAT_VERSION.to_le_bytes());
+        let mut data = postcard::to_extend(self, data).expect("the books can be serialized");
+        data.extend(crc32fast::hash(&data).to_le_bytes());
+        data
+    }
+
     fn check_fields(&self) -> Result<(), LedgerError> {
         let fault = if !self.config.is_valid() {
             "a setting is out of range"
@@ -90,7 +133,7 @@ impl Books {
         } else {
             return Ok(());
         };
-        Err(LedgerError::SnapshotDamaged(fault))
+        Err(damaged(fault))
     }
 
     fn counters_fit(&self) -> bool {
@@ -98,32 +141,34 @@ impl Books {
     }
 
     fn groups_fit(&self) -> bool {
-        self.groups.iter().all(|(id, group)| {
-            (1..self.next_id.0).contains(&id.0)
-                && group.is_consistent(self.config.group_size(), self.published)
-        })
+        let (size, extra) = (self.config.group_size(), self.config.extra_members());
+        self.groups.is_sorted_by(|earlier, later| earlier.group.id < later.group.id)
+            && self.groups.iter().all(|record| {
+                (1..self.next_id.0).contains(&record.group.id.0)
+                    && record.is_consistent(size, extra, self.published)
+            })
     }
 
     /// A lease is a full batch of groups, none too old for it, in the order they are handed out.
     fn lease_fits(&self) -> bool {
-        let leased: BTreeSet<GroupId> = self.in_state(GroupState::Leased).map(|(id, _)| id).collect();
+        let leased: BTreeMap<GroupId, Version> = self
+            .groups
+            .iter()
+            .filter(|record| record.group.state() == GroupState::Leased)
+            .map(|record| (record.group.id, record.group.version))
+            .collect();
         let listed = self.training.groups();
         let full = match self.training {
             Training::Idle => listed.is_empty(),
             Training::Held(_) | Training::Released(_) => listed.len() as u64 == self.config.batch_size(),
         };
-        let order = |id: &GroupId| self.groups.get(id).map(|group| (group.version, *id));
-        let in_time = self
-            .in_state(GroupState::Leased)
-            .all(|(_, group)| group.version.deadline(self.config.max_staleness()) >= Batch(self.published.0));
+        let order = |id: &GroupId| leased.get(id).map(|version| (*version, *id));
+        let in_time =
+            |version: &Version| version.deadline(self.config.max_staleness()) >= Batch(self.published.0);
         full && listed.len() == leased.len()
-            && listed.iter().all(|id| leased.contains(id))
+            && listed.iter().all(|id| leased.contains_key(id))
             && listed.is_sorted_by(|left, right| order(left) < order(right))
-            && in_time
-    }
-
-    fn in_state(&self, state: GroupState) -> impl Iterator<Item = (GroupId, &Group)> {
-        self.groups.iter().filter(move |(_, group)| group.state() == state).map(|(id, group)| (*id, group))
+            && leased.values().all(in_time)
     }
 
     /// The window over these groups. Its first batch lies behind a lease even if that was released: the batch is
@@ -134,12 +179,12 @@ impl Books {
             Training::Idle => published,
             Training::Held(_) | Training::Released(_) => published.next(),
         };
-        let mut window = Window::new(self.config.batch_size(), first_batch);
-        for (id, group) in &self.groups {
+        let mut window = Window::new(self.config.batch_size(), self.config.extra_groups(), first_batch);
+        for GroupRecord { group, .. } in &self.groups {
             let deadline = group.version.deadline(self.config.max_staleness());
             match group.state() {
-                GroupState::Running => window.insert_running(*id, deadline),
-                GroupState::Complete => window.insert_complete(*id, deadline),
+                GroupState::Running => window.insert_running(deadline, 1),
+                GroupState::Complete => window.insert_complete(group.id, deadline),
                 GroupState::Leased => {}
             }
         }
@@ -151,8 +196,7 @@ impl Books {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::Version;
-    use crate::ledger::LedgerConfig;
+    use crate::ledger::group::Group;
 
     /// Groups 1 and 2 trained, 3 and 4 leased for batch 1, 5 complete, 6 and 7 running.
     fn ledger() -> Ledger {
@@ -169,14 +213,21 @@ mod tests {
 
     #[track_caller]
     fn rejected(fault: &'static str, edit: impl FnOnce(&mut Books)) {
-        let mut ledger = ledger();
-        assert!(Ledger::restore(&ledger.snapshot()).is_ok());
-        edit(&mut ledger.books);
-        assert_eq!(Ledger::restore(&ledger.snapshot()).unwrap_err(), LedgerError::SnapshotDamaged(fault));
+        let mut books = ledger().books();
+        assert!(Ledger::restore(&books.write()).is_ok());
+        edit(&mut books);
+        assert_eq!(Ledger::restore(&books.write()).unwrap_err(), damaged(fault));
     }
 
-    fn set_version(books: &mut Books, id: u64, version: u64) {
-        books.groups.get_mut(&GroupId(id)).unwrap().version = Version(version);
+    fn group(books: &mut Books, id: u64) -> &mut Group {
+        &mut books.groups.iter_mut().find(|record| record.group.id == GroupId(id)).unwrap().group
+    }
+
+    /// Another running group, like number 6.
+    fn add(books: &mut Books, id: u64) {
+        let mut record = books.groups.iter().find(|record| record.group.id == GroupId(6)).unwrap().clone();
+        record.group.id = GroupId(id);
+        books.groups.push(record);
     }
 
     #[test]
@@ -190,14 +241,14 @@ mod tests {
     #[test]
     fn impossible_groups() {
         let fault = "a group contradicts itself";
-        rejected(fault, |books| set_version(books, 6, 2));
+        rejected(fault, |books| group(books, 6).version = Version(2));
         rejected(fault, |books| books.next_id = GroupId(7));
+        rejected(fault, |books| group(books, 3).id = GroupId(0));
+        rejected(fault, |books| add(books, 7));
+        rejected(fault, |books| books.groups.swap(0, 1));
         rejected(fault, |books| {
-            let group = books.groups[&GroupId(6)].clone();
-            books.groups.insert(GroupId(0), group);
-        });
-        rejected(fault, |books| {
-            books.groups.insert(GroupId(6), Group::admitted(Version(1), 2));
+            let members = books.groups[0].members.clone();
+            books.groups[0].members.extend(members);
         });
     }
 
@@ -216,15 +267,32 @@ mod tests {
     fn broken_laws() {
         rejected("the groups break the capacity law", |books| {
             for id in 8..12 {
-                books.groups.insert(GroupId(id), Group::admitted(Version(1), 1));
+                add(books, id);
             }
             books.next_id = GroupId(12);
         });
         rejected("the groups do not add up", |books| {
-            books.groups.remove(&GroupId(6));
+            books.groups.remove(3);
         });
         rejected("the groups do not add up", |books| {
-            books.aborted.insert("overflow".to_owned(), u64::MAX);
+            books.ended.aborted.insert("overflow".to_owned(), u64::MAX);
         });
+    }
+
+    #[test]
+    fn more_groups_than_extra_groups_allow() {
+        let ledger = |live| {
+            let config = LedgerConfig::new(1, 1, 1).unwrap().with_extra_groups(1).unwrap();
+            let mut books = Ledger::new(config).books();
+            for id in 1..=live {
+                let mut members = LiveGroups::new(1);
+                members.insert(Group::admitted(GroupId(id), Version(0), 1));
+                books.groups.extend(members.records());
+                books.next_id = GroupId(id + 1);
+            }
+            Ledger::restore(&books.write())
+        };
+        assert!(ledger(4).is_ok());
+        assert_eq!(ledger(5).unwrap_err(), damaged("the groups break the capacity law"));
     }
 }

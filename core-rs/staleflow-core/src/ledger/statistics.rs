@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use serde::{Deserialize, Serialize};
+
 use super::Ledger;
 use crate::ids::{Batch, Version};
 
@@ -16,7 +18,7 @@ pub struct Statistics {
     pub filtered: BTreeMap<String, u64>,
     /// Ended by failure or cancellation, by reason.
     pub aborted: BTreeMap<String, u64>,
-    /// Ended by missing their deadline. The capacity law leaves no way to miss one, so always 0.
+    /// Ended by missing their deadline. Without extra groups the capacity law leaves no way to miss one.
     pub expired: u64,
     /// Live, with an unfinished member.
     pub running: u64,
@@ -30,6 +32,27 @@ pub struct Statistics {
     pub published: Version,
     /// Member completions, not groups, that were ignored because their attempt or group was over.
     pub late_completions: u64,
+    /// Groups that were made complete with fewer members than the group size. Each is also counted where it is.
+    pub closed_short: u64,
+}
+
+/// What is left of the groups that have ended untrained, and of calls that changed no group.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Ended {
+    pub(super) filtered: BTreeMap<String, u64>,
+    pub(super) aborted: BTreeMap<String, u64>,
+    pub(super) expired: u64,
+    pub(super) closed_short: u64,
+    pub(super) late_completions: u64,
+}
+
+/// One more of this reason. Allocates only for a reason that is new.
+pub(super) fn count(counts: &mut BTreeMap<String, u64>, reason: &str) {
+    if let Some(found) = counts.get_mut(reason) {
+        *found += 1;
+    } else {
+        counts.insert(reason.to_owned(), 1);
+    }
 }
 
 impl Statistics {
@@ -49,17 +72,18 @@ impl Ledger {
     pub fn statistics(&self) -> Statistics {
         let (running, complete) = self.window.counts();
         Statistics {
-            admitted: self.books.next_id.0.saturating_sub(1),
-            trained: self.published().0.saturating_mul(self.config().batch_size()),
-            filtered: self.books.filtered.clone(),
-            aborted: self.books.aborted.clone(),
-            expired: 0,
+            admitted: self.next_id.0.saturating_sub(1),
+            trained: self.published.0.saturating_mul(self.config.batch_size()),
+            filtered: self.ended.filtered.clone(),
+            aborted: self.ended.aborted.clone(),
+            expired: self.ended.expired,
             running,
             complete,
-            leased: self.books.training.groups().len() as u64,
+            leased: self.training.groups().len() as u64,
             next_batch: self.next_batch(),
-            published: self.published(),
-            late_completions: self.books.late_completions,
+            published: self.published,
+            late_completions: self.ended.late_completions,
+            closed_short: self.ended.closed_short,
         }
     }
 }

@@ -3,6 +3,8 @@
 mod illegal_calls;
 mod journal;
 mod oracle;
+mod over_provisioning;
 mod properties;
+mod replay;
 mod restore;
 mod small_world;

@@ -1,7 +1,7 @@
 //! Snapshots: what is restored, and what is rejected.
 
 use proptest::prelude::*;
-use staleflow_core::error::LedgerError;
+use staleflow_core::error::{Document, LedgerError};
 use staleflow_core::ids::Version;
 use staleflow_core::ledger::{Ledger, LedgerConfig};
 
@@ -79,9 +79,9 @@ proptest! {
 fn another_format_version_is_named() {
     let mut data = Ledger::new(LedgerConfig::new(1, 1, 1).unwrap()).snapshot();
     data.truncate(data.len() - CHECKSUM_BYTES);
-    data[HEADER_BYTES - 2] = 2;
+    data[HEADER_BYTES - 2] = 1;
     let error = Ledger::restore(&sealed(data)).unwrap_err();
-    assert_eq!(error, LedgerError::SnapshotFormat { found: 2, supported: 1 });
+    assert_eq!(error, LedgerError::Format { document: Document::Snapshot, found: 1, supported: 2 });
 }
 
 #[test]
@@ -90,7 +90,8 @@ fn a_setting_out_of_range_is_rejected() {
     data.truncate(data.len() - CHECKSUM_BYTES);
     data[HEADER_BYTES] = 0;
     let error = Ledger::restore(&sealed(data)).unwrap_err();
-    assert_eq!(error, LedgerError::SnapshotDamaged("a setting is out of range"));
+    let fault = "a setting is out of range";
+    assert_eq!(error, LedgerError::Damaged { document: Document::Snapshot, fault });
 }
 
 #[test]

@@ -22,9 +22,12 @@ impl Arguments {
         let batch_size = checked(&BATCH_SIZE, self.batch_size)?;
         let max_staleness = checked(&MAX_STALENESS, self.max_staleness)?;
         let group_size = checked(&GROUP_SIZE, self.group_size)?;
-        checked(&EXTRA_GROUPS, self.extra_groups)?;
-        checked(&EXTRA_MEMBERS, self.extra_members)?;
-        LedgerConfig::new(batch_size, max_staleness, group_size).map_err(raise)
+        let extra_groups = checked(&EXTRA_GROUPS, self.extra_groups)?;
+        let extra_members = checked(&EXTRA_MEMBERS, self.extra_members)?;
+        LedgerConfig::new(batch_size, max_staleness, group_size)
+            .and_then(|config| config.with_extra_groups(extra_groups))
+            .and_then(|config| config.with_extra_members(extra_members))
+            .map_err(raise)
     }
 }
 

@@ -29,7 +29,14 @@ impl Lease {
         PyTuple::new(py, self.0.groups.iter().map(|group| group.0))
     }
 
+    /// The ids of the groups that had to be in this batch and were not needed for it.
+    #[getter]
+    fn expired<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.expired.iter().map(|group| group.0))
+    }
+
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        Ok(format!("Lease(batch={}, groups={})", self.batch(), self.groups(py)?.repr()?))
+        let (groups, expired) = (self.groups(py)?.repr()?, self.expired(py)?.repr()?);
+        Ok(format!("Lease(batch={}, groups={groups}, expired={expired})", self.batch()))
     }
 }

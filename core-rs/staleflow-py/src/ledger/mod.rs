@@ -3,6 +3,7 @@
 mod admission;
 mod config;
 mod lease;
+mod replay;
 mod statistics;
 
 use pyo3::prelude::*;
@@ -11,9 +12,11 @@ use staleflow_core::ledger::{Finish, Ledger};
 
 pub(crate) use self::admission::{Refusal, refusal_reasons};
 pub(crate) use self::lease::Lease;
+pub(crate) use self::replay::LedgerReplay;
 pub(crate) use self::statistics::LedgerStatistics;
 
 use self::config::Arguments;
+use self::replay::microseconds;
 use crate::errors::raise;
 use crate::ids::{
     AttemptArgument, BatchArgument, CountArgument, GroupArgument, Integer, MemberArgument, VersionArgument,
@@ -66,6 +69,18 @@ impl StalenessLedger {
     #[getter]
     fn group_size(&self) -> u32 {
         self.0.config().group_size()
+    }
+
+    /// Groups admitted beyond the batch size.
+    #[getter]
+    fn extra_groups(&self) -> u64 {
+        self.0.config().extra_groups()
+    }
+
+    /// Members played beyond the group size.
+    #[getter]
+    fn extra_members(&self) -> u32 {
+        self.0.config().extra_members()
     }
 
     /// The batch that `consume` hands out next.
@@ -153,6 +168,11 @@ impl StalenessLedger {
         self.0.complete_many(&groups).map_err(raise)
     }
 
+    /// Completes a running group with the members that have finished.
+    fn close_short(&mut self, group: GroupArgument) -> PyResult<()> {
+        self.0.close_short(group.0).map_err(raise)
+    }
+
     /// Ends a running or complete group that failed or was cancelled.
     fn abort(&mut self, group: GroupArgument, reason: &str) -> PyResult<()> {
         self.0.abort(group.0, reason).map_err(raise)
@@ -202,5 +222,26 @@ impl StalenessLedger {
     #[staticmethod]
     fn restore(data: &[u8]) -> PyResult<Self> {
         Ledger::restore(data).map(Self).map_err(raise)
+    }
+
+    /// Keeps a journal from here on.
+    fn start_journal(&mut self) {
+        self.0.start_journal();
+    }
+
+    /// Notes when the changes since the last call happened.
+    fn note_time(&mut self, now_s: f64) {
+        self.0.note_time(microseconds(now_s));
+    }
+
+    /// What the journal holds since this was called last.
+    fn take_journal<'py>(&mut self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.take_journal())
+    }
+
+    /// The ledger at every noted time of a journal.
+    #[staticmethod]
+    fn replay(py: Python<'_>, journal: &[u8]) -> PyResult<LedgerReplay> {
+        LedgerReplay::open(py, journal.to_vec())
     }
 }

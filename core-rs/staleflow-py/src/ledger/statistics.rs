@@ -84,6 +84,12 @@ impl LedgerStatistics {
         self.0.late_completions
     }
 
+    /// Groups that were made complete with fewer members than the group size.
+    #[getter]
+    fn closed_short(&self) -> u64 {
+        self.0.closed_short
+    }
+
     /// Whether the terms add up to the admitted groups.
     #[getter]
     fn accounting_holds(&self) -> bool {
@@ -94,7 +100,7 @@ impl LedgerStatistics {
         let s = &self.0;
         format!(
             "LedgerStatistics(admitted={}, trained={}, filtered={:?}, aborted={:?}, expired={}, running={}, \
-             complete={}, leased={}, next_batch={}, published={}, late_completions={})",
+             complete={}, leased={}, next_batch={}, published={}, late_completions={}, closed_short={})",
             s.admitted,
             s.trained,
             s.filtered,
@@ -106,6 +112,7 @@ impl LedgerStatistics {
             s.next_batch,
             s.published,
             s.late_completions,
+            s.closed_short,
         )
     }
 }

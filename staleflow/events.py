@@ -8,6 +8,26 @@ from typing import TypeAlias
 import msgspec
 
 
+class PhaseBegan(msgspec.Struct, tag="phase_began", tag_field="event", frozen=True):
+    """The run has come to this phase of its life."""
+
+    t: float
+    phase: str
+
+
+class TaskFetched(msgspec.Struct, tag="task_fetched", tag_field="event", frozen=True):
+    """The next task is at hand; from the admission before until now the source was awaited."""
+
+    t: float
+    task: int
+
+
+class SourceEnded(msgspec.Struct, tag="source_ended", tag_field="event", frozen=True):
+    """The task source has no more."""
+
+    t: float
+
+
 class Admitted(msgspec.Struct, tag="admitted", tag_field="event", frozen=True):
     """The ledger admitted a group for ``task`` at ``version``."""
 
@@ -17,12 +37,35 @@ class Admitted(msgspec.Struct, tag="admitted", tag_field="event", frozen=True):
     version: int
 
 
+class Requested(msgspec.Struct, tag="requested", tag_field="event", frozen=True):
+    """A rollout asked for tokens; the request waits for an engine. Its id is group, member, attempt and a count, with
+    dots between; the group of an evaluation is 0."""
+
+    t: float
+    request: str
+
+
 class Routed(msgspec.Struct, tag="routed", tag_field="event", frozen=True):
     """A request was sent to an engine."""
 
     t: float
     request: str
     engine: int
+
+
+class Answered(msgspec.Struct, tag="answered", tag_field="event", frozen=True):
+    """The engine has answered a request."""
+
+    t: float
+    request: str
+    tokens: int
+
+
+class Dropped(msgspec.Struct, tag="dropped", tag_field="event", frozen=True):
+    """A request has ended without an answer: it was cancelled, or the engine failed."""
+
+    t: float
+    request: str
 
 
 class Finished(msgspec.Struct, tag="finished", tag_field="event", frozen=True):
@@ -92,6 +135,14 @@ class Published(msgspec.Struct, tag="published", tag_field="event", frozen=True)
     version: int
 
 
+class SyncBegan(msgspec.Struct, tag="sync_began", tag_field="event", frozen=True):
+    """An engine was told to pull ``version``."""
+
+    t: float
+    engine: int
+    version: int
+
+
 class Synced(msgspec.Struct, tag="synced", tag_field="event", frozen=True):
     """An engine confirmed that it serves ``version``."""
 
@@ -112,8 +163,14 @@ class Evaluated(msgspec.Struct, tag="evaluated", tag_field="event", frozen=True)
 
 
 Event: TypeAlias = (
-    Admitted
+    PhaseBegan
+    | TaskFetched
+    | SourceEnded
+    | Admitted
+    | Requested
     | Routed
+    | Answered
+    | Dropped
     | Finished
     | Failed
     | Completed
@@ -122,6 +179,7 @@ Event: TypeAlias = (
     | Consumed
     | Released
     | Published
+    | SyncBegan
     | Synced
     | Evaluated
 )

@@ -17,7 +17,7 @@ from staleflow.errors import EngineError
 from staleflow.meters import IdleMeter
 from staleflow.parameter_server.base import ParameterServer
 from staleflow.store import TrajectoryStore
-from staleflow.types import FinishReason, GenerateRequest, Segment, TaskData, Trajectory
+from staleflow.types import GenerateRequest, Generation, TaskData
 
 
 class _Slot:
@@ -90,30 +90,24 @@ class Fleet:
         self.load.started()
         return True
 
-    async def generate(self, trajectory: Trajectory, max_new_tokens: int, *, min_version: int) -> FinishReason:
-        """Continue a trajectory on an engine of at least ``min_version`` and append the segment.
+    async def generate(self, request: GenerateRequest, *, min_version: int) -> tuple[int, Generation]:
+        """Answer a request on an engine of at least ``min_version``; returns which engine that was, and its answer.
 
         Raises :class:`EngineError` when the engine cannot serve the request or its reply is malformed.
         """
-        request_id = f"{trajectory.group}.{trajectory.member}.{trajectory.attempt}.{trajectory.requests}"
-        trajectory.requests += 1
-        request = GenerateRequest(request_id, trajectory.token_ids, max_new_tokens)
-        chosen = self._store.wait_for_engine(request_id, min_version)
+        chosen = self._store.wait_for_engine(request.request_id, min_version)
         self._changed()
         try:
             index = await chosen
             generation = await self._slots[index].engine.generate(request)
         finally:
-            self._store.forget(request_id)
+            self._store.forget(request.request_id)
             if chosen.done() and not chosen.cancelled():
                 self._slots[chosen.result()].running -= 1
                 self.load.ended()
                 self._changed()
         check_generation(request, generation, oldest=min_version, published=self._published())
-        if trajectory.first_segment_s is None:
-            trajectory.first_segment_s = clock.now()
-        trajectory.segments.append(Segment(generation.token_ids, True, index, generation.logprobs, generation.versions))
-        return generation.finish_reason
+        return index, generation
 
     def begin_sync(self, engine: int) -> None:
         """Mark an engine as syncing; it goes on serving, at its old version as far as anyone may believe."""

@@ -29,11 +29,7 @@ from staleflow.config import Config
 from staleflow.coordinator import Coordinator, LeastLoad
 from staleflow.engines.base import Engine
 from staleflow.errors import ConfigError, LedgerError, RunFolderError, TooManyFailuresError
-from staleflow.events import (
-    Consumed,
-    Published,
-    Released,
-)
+from staleflow.events import Consumed, PhaseBegan, Published, Released
 from staleflow.fleet import Fleet
 from staleflow.parameter_server.base import ParameterServer
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
@@ -126,7 +122,7 @@ class Pipeline(Generic[TaskData]):
         parameter_server = self._parameter_server or SharedMemoryParameterServer()
         with closing(parameter_server), RunFolder(self._run_dir) as folder:
             self._folder, self._weights = folder, parameter_server
-            self._recorder = Recorder(folder, self._fleet.load.idle_s)
+            self._recorder = Recorder(folder, self._ledger, self._fleet.load.idle_s)
             self._rollouts = Rollouts(
                 tasks=self._tasks,
                 rollout=self._rollout,
@@ -141,7 +137,7 @@ class Pipeline(Generic[TaskData]):
                 changed=self._changed,
                 spawn=self._spawn,
             )
-            self._phase = "starting"
+            self._enter("starting")
             folder.write_json(
                 "config.json",
                 {
@@ -167,7 +163,6 @@ class Pipeline(Generic[TaskData]):
         if self._phase == "new":
             raise ConfigError("statistics of a run that has not begun; call run() first")
         return self._recorder.statistics(
-            self._ledger.statistics(),
             phase=self._phase,
             steps=self.config.steps,
             running=self._fleet.load.running,
@@ -189,27 +184,29 @@ class Pipeline(Generic[TaskData]):
         self._spawn(self._rollouts.feed(), "tasks")
         self._spawn(self._rollouts.watch_progress(), "progress")
 
-        self._phase = "evaluating before the first step"
+        self._enter("evaluating before the first step")
         await self._evaluate(at_once=self._fleet.capacity)
-        self._phase = "training"
+        self._enter("training")
         self._recorder.training_begins()
         self._fleet.load.begin()
         self._rollouts.admitting = True
         self._changed.set()
         ended = await self._train()
         self._rollouts.end(ended)
-        self._phase = "evaluating after the last step"
+        self._enter("evaluating after the last step")
         if self._evaluation is not None:
             await self._evaluation
         await self._evaluate(at_once=self._fleet.capacity)
-        self._phase = "saving"
+        self._enter("saving")
         await self._trainer.save(self._folder.checkpoint)
-        self._phase = "done"
+        self._enter("done")
         for task in self._spawned:
             task.cancel()
-        return self._recorder.report(
-            self._ledger.statistics(), ended=ended, failed_attempts=self._rollouts.failures.by_cause
-        )
+        return self._recorder.report(ended=ended, failed_attempts=self._rollouts.failures.by_cause)
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._recorder.event(PhaseBegan(self._recorder.t(), phase))
 
     async def _start_engine(self, engine: Engine, name: str) -> None:
         await engine.start(name, self._folder.logs)
@@ -234,6 +231,7 @@ class Pipeline(Generic[TaskData]):
         trouble: list[BaseException | None] = []
         try:
             self._rollouts.end("shut_down")
+            self._recorder.keep_journal()
         except RunFolderError as error:
             trouble.append(error)
         try:

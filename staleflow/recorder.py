@@ -6,7 +6,7 @@ It is told what has happened and never asks; nothing depends on it but what a pe
 from collections.abc import Callable, Mapping
 
 from staleflow import clock
-from staleflow._core import LedgerStatistics
+from staleflow._core import StalenessLedger
 from staleflow.events import Evaluated, Event
 from staleflow.loop_lag import LoopLag
 from staleflow.meters import RecentSteps, StalenessMeter
@@ -19,13 +19,16 @@ class Recorder:
     """Measures one run.
 
     Args:
-        folder: where events and metrics go.
+        folder: where events, metrics and the ledger's journal go.
+        ledger: of the run; every event comes right after the change of the ledger that it tells of.
         rollout_wait_s: seconds, since training began, in which no engine had anything to do.
     """
 
-    def __init__(self, folder: RunFolder, rollout_wait_s: Callable[[], float]) -> None:
+    def __init__(self, folder: RunFolder, ledger: StalenessLedger, rollout_wait_s: Callable[[], float]) -> None:
         self.lag = LoopLag()
         self._folder = folder
+        self._ledger = ledger
+        ledger.start_journal()
         self._rollout_wait_s = rollout_wait_s
         self._started_s = clock.now()
         self._training_since_s: float | None = None
@@ -41,7 +44,12 @@ class Recorder:
 
     def event(self, event: Event) -> None:
         """Something has changed."""
+        self._ledger.note_time(event.t)
         self._folder.event(event)
+
+    def keep_journal(self) -> None:
+        """Write down how the ledger has changed since this was called last."""
+        self._folder.journal(self._ledger.take_journal())
 
     def training_begins(self) -> None:
         """From now on, waiting counts."""
@@ -71,6 +79,7 @@ class Recorder:
         )
         self._rollout_wait_before_s = rollout_wait_s
         self._recent.add(record)
+        self.keep_journal()
         self._folder.metrics(record)
 
     def evaluated(self, evaluation: Evaluation) -> None:
@@ -87,10 +96,9 @@ class Recorder:
             )
         )
 
-    def statistics(
-        self, ledger: LedgerStatistics, *, phase: str, steps: int, running: int, waiting: int, failed: int
-    ) -> PipelineStatistics:
+    def statistics(self, *, phase: str, steps: int, running: int, waiting: int, failed: int) -> PipelineStatistics:
         """The state of the run now."""
+        ledger = self._ledger.statistics()
         training_s = 0.0 if self._training_since_s is None else clock.now() - self._training_since_s
         return PipelineStatistics(
             phase=phase,
@@ -111,8 +119,9 @@ class Recorder:
             loop_lag_p99_ms=self.lag.quantile_ms(0.99),
         )
 
-    def report(self, ledger: LedgerStatistics, *, ended: str, failed_attempts: Mapping[str, int]) -> Report:
+    def report(self, *, ended: str, failed_attempts: Mapping[str, int]) -> Report:
         """What came of the run."""
+        ledger = self._ledger.statistics()
         return Report(
             ended=ended,
             steps=ledger.published,

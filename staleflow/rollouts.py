@@ -17,7 +17,22 @@ from staleflow._core import Refusal, StalenessLedger
 from staleflow.config import Config
 from staleflow.coordinator import Admit, Command, Coordinator, Route, Snapshot, Sync
 from staleflow.errors import LedgerError
-from staleflow.events import Aborted, Admitted, Completed, Failed, Filtered, Finished, Routed, Synced
+from staleflow.events import (
+    Aborted,
+    Admitted,
+    Answered,
+    Completed,
+    Dropped,
+    Failed,
+    Filtered,
+    Finished,
+    Requested,
+    Routed,
+    SourceEnded,
+    SyncBegan,
+    Synced,
+    TaskFetched,
+)
 from staleflow.failures import FailureLimit
 from staleflow.fleet import Fleet
 from staleflow.parameter_server.base import ParameterServer
@@ -25,7 +40,7 @@ from staleflow.recorder import Recorder
 from staleflow.rollout import LLM, Rollout, play
 from staleflow.store import Group, TrajectoryStore
 from staleflow.tasks import TaskSource
-from staleflow.types import Task, TaskData, Trajectory
+from staleflow.types import FinishReason, GenerateRequest, Segment, Task, TaskData, Trajectory
 
 STALL_WARNING_S = 120.0
 
@@ -130,10 +145,12 @@ class Rollouts(Generic[TaskData]):
         """Keep the next task at hand, so that a slow source holds up nothing that already runs."""
         while (task := await self._tasks.next()) is not None:
             self._next_task = task
+            self._recorder.event(TaskFetched(self._recorder.t(), task.id))
             self._next_task_taken.clear()
             self.changed.set()
             await self._next_task_taken.wait()
         self._exhausted = True
+        self._recorder.event(SourceEnded(self._recorder.t()))
         self.batch_may_be_ready.set()
 
     def _snapshot(self) -> Snapshot:
@@ -161,6 +178,7 @@ class Rollouts(Generic[TaskData]):
                 self._admit(self._fleet.version(engine))
             case Sync(engine, version):
                 self._fleet.begin_sync(engine)
+                self._recorder.event(SyncBegan(self._recorder.t(), engine, version))
                 self._spawn(self._sync(engine, version), f"sync {engine}")
             case _:
                 assert_never(command)
@@ -175,11 +193,11 @@ class Rollouts(Generic[TaskData]):
         self._next_task = None
         self._next_task_taken.set()
         self._store.open(group)
-        self._recorder.event(Admitted(self._recorder.t(), group.id, group.task.id, version))
         for member in range(self._config.group_size):
             if member > 0:
                 self._start_attempt(group, member)
             self._play(group, member)
+        self._recorder.event(Admitted(self._recorder.t(), group.id, group.task.id, version))
 
     async def _sync(self, engine: int, version: int) -> None:
         await self._fleet.sync(engine, version, self._weights)
@@ -205,9 +223,26 @@ class Rollouts(Generic[TaskData]):
 
     async def play_task(self, data: TaskData, trajectory: Trajectory, min_version: int) -> None:
         """Play one task to its reward on engines of at least ``min_version``; raises what :func:`play` raises."""
-        generate = partial(self._fleet.generate, min_version=min_version)
+        generate = partial(self._continue, min_version=min_version)
         llm = LLM(trajectory, generate, self._fleet.tokenizer, self._fleet.max_model_tokens)
         await play(self._rollout, data, llm, trajectory, self._config.rollout_timeout_s)
+
+    async def _continue(self, trajectory: Trajectory, max_new_tokens: int, *, min_version: int) -> FinishReason:
+        """Let an engine continue a trajectory and append the segment; raises what :meth:`Fleet.generate` raises."""
+        request_id = f"{trajectory.group}.{trajectory.member}.{trajectory.attempt}.{trajectory.requests}"
+        trajectory.requests += 1
+        self._recorder.event(Requested(self._recorder.t(), request_id))
+        request = GenerateRequest(request_id, trajectory.token_ids, max_new_tokens)
+        try:
+            engine, answer = await self._fleet.generate(request, min_version=min_version)
+        except BaseException:
+            self._recorder.event(Dropped(self._recorder.t(), request_id))
+            raise
+        self._recorder.event(Answered(self._recorder.t(), request_id, len(answer.token_ids)))
+        if trajectory.first_segment_s is None:
+            trajectory.first_segment_s = clock.now()
+        trajectory.segments.append(Segment(answer.token_ids, True, engine, answer.logprobs, answer.versions))
+        return answer.finish_reason
 
     def _member_finished(self, group: Group[TaskData], trajectory: Trajectory) -> None:
         self.failures.succeeded()

@@ -1,7 +1,8 @@
 """The run folder: everything a run leaves behind.
 
-``config.json``, ``events.jsonl``, ``metrics.jsonl``, ``logs/`` of the children, ``checkpoint/``, and what the caller
-adds. A folder belongs to one run. Every failure to write is a :class:`RunFolderError` that names file and reason.
+``config.json``, ``events.jsonl``, ``metrics.jsonl``, ``ledger.journal`` (every change of the ledger, for
+``StalenessLedger.replay``), ``logs/`` of the children, ``checkpoint/``, and what the caller adds. A folder belongs to
+one run. Every failure to write is a :class:`RunFolderError` that names file and reason.
 """
 
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ class RunFolder:
             # Buffered, so that an event costs no system call; flushed at every step.
             self._events: IO[bytes] = (path / "events.jsonl").open("wb", buffering=BUFFER_BYTES)
             self._metrics: IO[bytes] = (path / "metrics.jsonl").open("wb", buffering=BUFFER_BYTES)
+            self._journal: IO[bytes] = (path / "ledger.journal").open("wb", buffering=BUFFER_BYTES)
         self._encoder = msgspec.json.Encoder()
         self._line = bytearray()
 
@@ -55,11 +57,16 @@ class RunFolder:
         """Append to the event log."""
         self._append(self._events, event)
 
+    def journal(self, changes: bytes) -> None:
+        """Append to the journal of the ledger."""
+        self._write(self._journal, changes)
+
     def metrics(self, record: msgspec.Struct) -> None:
-        """Append to the metrics and bring both files up to date on disk."""
+        """Append to the metrics and bring all files up to date on disk."""
         self._append(self._metrics, record)
         with self._writing(self.path):
             self._events.flush()
+            self._journal.flush()
             self._metrics.flush()
 
     def __enter__(self) -> "RunFolder":
@@ -69,8 +76,8 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            # Both, even if the first cannot write what it still holds.
-            with self._writing(self.path), self._metrics, self._events:
+            # All of them, even if one cannot write what it still holds.
+            with self._writing(self.path), self._metrics, self._journal, self._events:
                 pass
         except RunFolderError:
             # The first error is the one to show.
@@ -78,12 +85,15 @@ class RunFolder:
                 raise
 
     def _append(self, file: IO[bytes], record: msgspec.Struct) -> None:
-        if self._failed:
-            return
         self._encoder.encode_into(record, self._line)
         self._line += b"\n"
+        self._write(file, self._line)
+
+    def _write(self, file: IO[bytes], content: bytes | bytearray) -> None:
+        if self._failed:
+            return
         with self._writing(self.path):
-            file.write(self._line)
+            file.write(content)
 
     @contextmanager
     def _writing(self, path: Path) -> Iterator[None]:

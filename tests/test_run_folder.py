@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from support import Scripted, ScriptedRun, virtually
 
-from staleflow import Config
+from staleflow import Config, StalenessLedger, uniform_rewards
 from staleflow.errors import ConfigError, RunFolderError
 from staleflow.events import Consumed, Published
 from staleflow.run_folder import RunFolder
@@ -21,6 +21,7 @@ def test_everything_a_run_leaves(scripted: Scripted) -> None:
     assert sorted(path.name for path in run.run_dir.iterdir()) == [
         "config.json",
         "events.jsonl",
+        "ledger.journal",
         "logs",
         "metrics.jsonl",
     ]
@@ -41,6 +42,20 @@ def test_events_are_on_disk_after_every_step(scripted: Scripted) -> None:
     run: ScriptedRun = scripted(CONFIG, trainer=Looks())
     run.run()
     assert seen == [0, 1, 2, 3]
+
+
+def test_journal_gives_the_ledger_back_as_of_every_event(scripted: Scripted) -> None:
+    run = scripted(CONFIG, group_filter=uniform_rewards)
+    report = run.run()
+    replay = StalenessLedger.replay((run.run_dir / "ledger.journal").read_bytes())
+    last_at = {now_s: (ledger.next_batch, ledger.published) for now_s, ledger in replay}
+    for consumed in run.events_of(Consumed):
+        assert last_at[round(consumed.t, 6)] == (consumed.batch + 1, consumed.batch)
+    for publication in run.events_of(Published):
+        assert last_at[round(publication.t, 6)][1] == publication.version
+    accounting = replay.ledger.statistics()
+    assert (accounting.admitted, accounting.trained) == (report.accounting.admitted, report.accounting.trained)
+    assert (accounting.filtered, accounting.aborted) == (report.accounting.filtered, report.accounting.aborted)
 
 
 def test_folder_that_holds_a_run_is_refused_and_untouched(scripted: Scripted) -> None:

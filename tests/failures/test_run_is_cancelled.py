@@ -7,7 +7,7 @@ import pytest
 from support import Scripted, ScriptedRun, virtually
 
 from staleflow import Config
-from staleflow.events import Aborted, Consumed, Published, Released
+from staleflow.events import Aborted, Consumed, PhaseBegan, Published, Released
 from staleflow.testing import ScriptedEngine, ScriptedTrainer
 
 CONFIG = Config(steps=100, batch_size=2, group_size=2)
@@ -49,7 +49,7 @@ def test_cancelled_while_starting(scripted: Scripted) -> None:
     run = scripted(CONFIG, engines=[ScriptedEngine(), StartsSlowly()])
     cancel_after(run, 1.0)
     assert run.trainer.saved == []
-    assert run.events() == []
+    assert run.events() == [PhaseBegan(0.0, "starting")]
 
 
 def test_cancelled_while_the_last_checkpoint_is_saved(scripted: Scripted) -> None:

@@ -4,7 +4,7 @@ Importing it imports neither torch nor transformers: those run in child processe
 """
 
 from staleflow._core import Lease, LedgerStatistics, Refusal, RefusalReason, StalenessLedger
-from staleflow.config import Config
+from staleflow.config import Config, StragglerPolicy
 from staleflow.engines.embedded import EmbeddedEngine
 from staleflow.pipeline import Pipeline
 from staleflow.rollout import LLM, Completion
@@ -32,6 +32,7 @@ __all__ = [
     "Report",
     "Segment",
     "StalenessLedger",
+    "StragglerPolicy",
     "Task",
     "TaskSource",
     "Trajectory",

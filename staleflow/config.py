@@ -1,8 +1,36 @@
 """The settings of a run that belong to no single part."""
 
+from typing import Literal, TypeAlias, get_args
+
 import msgspec
 
 from staleflow.errors import ConfigError
+
+StragglerAction: TypeAlias = Literal["replace", "truncate", "close_short"]
+"""What to do about a group that a batch has waited for too long: abort it and let a fresh one take its place; end its
+requests with the tokens sampled so far, so that its members can be scored; or complete it with the members that have
+finished."""
+
+
+class StragglerPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """When a batch no longer waits for its last groups. Every use is counted, and biases the data against long work.
+
+    Args:
+        action: see :data:`StragglerAction`. A group that it cannot help is left alone: one of which nothing runs on an
+            engine cannot be truncated, one of which no member has finished cannot be closed short.
+        patience_s: how often the policy is consulted while the trainer waits for a batch.
+        max_blockers: nothing is done while the batch waits for more groups than this.
+    """
+
+    action: StragglerAction
+    patience_s: float = 30.0
+    max_blockers: int = 1
+
+    def __post_init__(self) -> None:
+        actions = get_args(StragglerAction)
+        _require(self, "action", f"one of {', '.join(actions)}", ok=self.action in actions)
+        _require(self, "patience_s", "above 0", ok=self.patience_s > 0)
+        _require(self, "max_blockers", "at least 1", ok=isinstance(self.max_blockers, int) and self.max_blockers >= 1)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +45,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         rollout_timeout_s: a rollout that has not returned by then has failed.
         max_attempts: a member whose rollout failed is played again until it has had this many attempts; then its
             group is aborted and another takes its place.
+        extra_groups: groups admitted beyond ``batch_size`` for every batch. A batch is ready with any ``batch_size``
+            complete groups, and what it leaves behind at its deadline expires: finished work may be thrown away.
+        extra_members: members played beyond ``group_size`` in every group; the first ``group_size`` to finish count,
+            the others are cancelled.
+        stragglers: what to do when a batch waits long for its last groups; None waits for them.
         max_failure_share: the run ends when more than this share of recent trajectories failed.
         evaluate_every_steps: play the held-out tasks once more after every so many steps, while training goes on;
             None for only before the first step and after the last.
@@ -26,23 +59,28 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int = 32
     group_size: int = 8
     max_staleness: int = 2
+    extra_groups: int = 0
+    extra_members: int = 0
+    stragglers: StragglerPolicy | None = None
     rollout_timeout_s: float = 300.0
     max_attempts: int = 3
     max_failure_share: float = 0.5
     evaluate_every_steps: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "group_size", "max_staleness", "max_attempts", "evaluate_every_steps"):
-            value, optional = getattr(self, name), name == "evaluate_every_steps"
-            self._require(name, "a whole number", ok=isinstance(value, int) or (optional and value is None))
-        for name in ("steps", "batch_size", "group_size", "max_attempts"):
-            self._require(name, "at least 1", ok=getattr(self, name) >= 1)
-        self._require("max_staleness", "at least 0", ok=self.max_staleness >= 0)
-        self._require("rollout_timeout_s", "above 0", ok=self.rollout_timeout_s > 0)
-        self._require("max_failure_share", "between 0 and 1", ok=0 <= self.max_failure_share <= 1)
+        at_least_1 = ("steps", "batch_size", "group_size", "max_attempts")
+        at_least_0 = ("max_staleness", "extra_groups", "extra_members")
+        for name in (*at_least_1, *at_least_0):
+            _require(self, name, "a whole number", ok=isinstance(getattr(self, name), int))
+            least = 1 if name in at_least_1 else 0
+            _require(self, name, f"at least {least}", ok=getattr(self, name) >= least)
+        _require(self, "rollout_timeout_s", "above 0", ok=self.rollout_timeout_s > 0)
+        _require(self, "max_failure_share", "between 0 and 1", ok=0 <= self.max_failure_share <= 1)
         every = self.evaluate_every_steps
-        self._require("evaluate_every_steps", "at least 1, or None", ok=every is None or every >= 1)
+        _require(self, "evaluate_every_steps", "a whole number, or None", ok=isinstance(every, int | None))
+        _require(self, "evaluate_every_steps", "at least 1, or None", ok=every is None or every >= 1)
 
-    def _require(self, name: str, allowed: str, *, ok: bool) -> None:
-        if not ok:
-            raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
+
+def _require(settings: msgspec.Struct, name: str, allowed: str, *, ok: bool) -> None:
+    if not ok:
+        raise ConfigError(f"{name} is {getattr(settings, name)!r}; it must be {allowed}")

@@ -9,13 +9,14 @@
     │   ├── RolloutTimeoutError     did not return before its deadline
     │   ├── RewardError             returned something that is not a finite number
     │   ├── ContextError            sent a prompt that its trajectory cannot take
+    │   ├── TruncatedError          asked for more after its trajectory was cut short
     │   └── TooManyFailuresError    failed so often that the run was ended
     ├── LedgerError             an illegal call to the ledger; its state is unchanged
     │   ├── UnknownGroupError       no live group has this id
     │   ├── WrongStateError         the group, member or lease is not in a state for this call
     │   ├── NotReadyError           the next batch cannot be consumed yet
     │   ├── VersionOrderError       a version that goes backwards or comes from the future
-    │   └── SnapshotError           bytes that are no snapshot, or a damaged one
+    │   └── SnapshotError           bytes that are no snapshot or journal, or a damaged one
     ├── ChildError              a child process died, hung or broke its protocol
     │   ├── EngineError             ... and it was an engine
     │   └── TrainerError            ... and it was the trainer
@@ -51,6 +52,10 @@ class ContextError(RolloutError):
     """A prompt is empty, leaves no room to generate, or comes while its trajectory is busy or after it has ended."""
 
 
+class TruncatedError(RolloutError):
+    """The straggler policy has cut the trajectory short: it can be scored, but the policy says no more."""
+
+
 class TooManyFailuresError(RolloutError):
     """The share of failed trajectories passed its limit; the first failure is the cause."""
 
@@ -76,7 +81,7 @@ class VersionOrderError(LedgerError):
 
 
 class SnapshotError(LedgerError):
-    """The bytes are not a ledger snapshot, are of another format version, or are damaged."""
+    """The bytes are not a ledger's snapshot or journal, are of another format version, or are damaged."""
 
 
 class ChildError(StaleflowError):

@@ -90,8 +90,24 @@ class Failed(msgspec.Struct, tag="failed", tag_field="event", frozen=True):
     cause: str
 
 
+class Truncated(msgspec.Struct, tag="truncated", tag_field="event", frozen=True):
+    """The straggler policy has cut a member short: what it has sampled so far is to be scored."""
+
+    t: float
+    group: int
+    member: int
+
+
+class ClosedShort(msgspec.Struct, tag="closed_short", tag_field="event", frozen=True):
+    """The straggler policy has made do with these members of a group; it is complete."""
+
+    t: float
+    group: int
+    members: tuple[int, ...]
+
+
 class Completed(msgspec.Struct, tag="completed", tag_field="event", frozen=True):
-    """All members of a group have finished."""
+    """As many members of a group have finished as it needs."""
 
     t: float
     group: int
@@ -111,6 +127,13 @@ class Aborted(msgspec.Struct, tag="aborted", tag_field="event", frozen=True):
     t: float
     group: int
     reason: str
+
+
+class Expired(msgspec.Struct, tag="expired", tag_field="event", frozen=True):
+    """The last batch that could have held a group was filled without it."""
+
+    t: float
+    group: int
 
 
 class Consumed(msgspec.Struct, tag="consumed", tag_field="event", frozen=True):
@@ -173,9 +196,12 @@ Event: TypeAlias = (
     | Dropped
     | Finished
     | Failed
+    | Truncated
+    | ClosedShort
     | Completed
     | Filtered
     | Aborted
+    | Expired
     | Consumed
     | Released
     | Published

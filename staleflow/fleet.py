@@ -25,7 +25,11 @@ class _Slot:
         self.engine = engine
         self.version = 0
         self.health = Health.HEALTHY
-        self.running = 0
+        self.requests: set[str] = set()
+
+    @property
+    def running(self) -> int:
+        return len(self.requests)
 
 
 class Fleet:
@@ -86,7 +90,7 @@ class Fleet:
         """Give a waiting request its engine; False when it no longer waits."""
         if not self._store.route(request_id, engine):
             return False
-        self._slots[engine].running += 1
+        self._slots[engine].requests.add(request_id)
         self.load.started()
         return True
 
@@ -103,11 +107,21 @@ class Fleet:
         finally:
             self._store.forget(request.request_id)
             if chosen.done() and not chosen.cancelled():
-                self._slots[chosen.result()].running -= 1
+                self._slots[chosen.result()].requests.discard(request.request_id)
                 self.load.ended()
                 self._changed()
         check_generation(request, generation, oldest=min_version, published=self._published())
         return index, generation
+
+    def engine_of(self, request_id: str) -> int | None:
+        """The engine that a request runs on; None if it runs on none."""
+        return next((index for index, slot in enumerate(self._slots) if request_id in slot.requests), None)
+
+    async def truncate(self, request_id: str) -> None:
+        """End a running request with the tokens it has sampled so far."""
+        for slot in self._slots:
+            if request_id in slot.requests:
+                await slot.engine.truncate(request_id)
 
     def begin_sync(self, engine: int) -> None:
         """Mark an engine as syncing; it goes on serving, at its old version as far as anyone may believe."""

@@ -96,7 +96,11 @@ class Pipeline(Generic[TaskData]):
         self._progress = progress
 
         self._ledger = StalenessLedger(
-            batch_size=config.batch_size, max_staleness=config.max_staleness, group_size=config.group_size
+            batch_size=config.batch_size,
+            max_staleness=config.max_staleness,
+            group_size=config.group_size,
+            extra_groups=config.extra_groups,
+            extra_members=config.extra_members,
         )
         self._store: TrajectoryStore[TaskData] = TrajectoryStore()
         self._changed = asyncio.Event()
@@ -202,7 +206,9 @@ class Pipeline(Generic[TaskData]):
         self._enter("done")
         for task in self._spawned:
             task.cancel()
-        return self._recorder.report(ended=ended, failed_attempts=self._rollouts.failures.by_cause)
+        return self._recorder.report(
+            ended=ended, failed_attempts=self._rollouts.failures.by_cause, truncated=self._rollouts.truncated
+        )
 
     def _enter(self, phase: str) -> None:
         self._phase = phase
@@ -261,6 +267,7 @@ class Pipeline(Generic[TaskData]):
             lease = self._ledger.consume()
             batch = TrainBatch(lease.batch, [self._store.close(group).trajectories() for group in lease.groups])
             self._recorder.event(Consumed(self._recorder.t(), lease.batch, lease.groups))
+            self._rollouts.expire(lease.expired)
             self._changed.set()
             try:
                 metrics, train_s, publish_s = await self._train_and_publish(batch)
@@ -294,12 +301,20 @@ class Pipeline(Generic[TaskData]):
             self._evaluation = self._spawn(self._evaluate(at_once=at_once), "evaluation")
 
     async def _batch_ready(self) -> bool:
-        """Wait for the next batch; False when it can never come."""
+        """Wait for the next batch, with as much patience as the straggler policy has; False when it can never come."""
+        policy = self.config.stragglers
+        patience_ends_s = None if policy is None else clock.now() + policy.patience_s
         while not self._ledger.is_ready():
             if self._rollouts.over:
                 return False
             self._rollouts.batch_may_be_ready.clear()
-            await self._rollouts.batch_may_be_ready.wait()
+            try:
+                async with asyncio.timeout_at(patience_ends_s):
+                    await self._rollouts.batch_may_be_ready.wait()
+            except TimeoutError:
+                if policy is not None:
+                    self._rollouts.hurry(policy)
+                    patience_ends_s = clock.now() + policy.patience_s
         return True
 
     # -- measuring -----------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class Recorder:
             loop_lag_p99_ms=self.lag.quantile_ms(0.99),
         )
 
-    def report(self, *, ended: str, failed_attempts: Mapping[str, int]) -> Report:
+    def report(self, *, ended: str, failed_attempts: Mapping[str, int], truncated: int) -> Report:
         """What came of the run."""
         ledger = self._ledger.statistics()
         return Report(
@@ -150,6 +150,8 @@ class Recorder:
                 holds=ledger.accounting_holds,
                 late_completions=ledger.late_completions,
                 failed_attempts=dict(failed_attempts),
+                closed_short=ledger.closed_short,
+                truncated=truncated,
             ),
             run_dir=str(self._folder.path),
         )

@@ -14,7 +14,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from staleflow import clock
-from staleflow.errors import ContextError, RewardError, RolloutError, RolloutTimeoutError
+from staleflow.errors import ContextError, RewardError, RolloutError, RolloutTimeoutError, TruncatedError
 from staleflow.types import FinishReason, Segment, TaskData, Trajectory
 
 CANCEL_GRACE_S = 1.0
@@ -63,11 +63,16 @@ class LLM:
         Raises:
             ContextError: the trajectory would be empty, or longer than the model can serve, or a call of this
                 trajectory is still running; a trajectory is one sequence of tokens.
+            TruncatedError: the straggler policy has cut the trajectory short.
         """
         if max_new_tokens < 1:
             raise ContextError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         if self._closed:
             raise ContextError("the trajectory has ended: its rollout function has returned or was given up")
+        if self._trajectory.truncated:
+            raise TruncatedError(
+                "the straggler policy has cut this trajectory short; return a reward for what there is"
+            )
         if self.busy:
             raise ContextError("two generate calls of one trajectory at once; a trajectory is one sequence of tokens")
         injected = self._encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -14,15 +14,17 @@ from typing import Any, Generic, assert_never
 
 from staleflow import clock
 from staleflow._core import Refusal, StalenessLedger
-from staleflow.config import Config
+from staleflow.config import Config, StragglerPolicy
 from staleflow.coordinator import Admit, Command, Coordinator, Route, Snapshot, Sync
 from staleflow.errors import LedgerError
 from staleflow.events import (
     Aborted,
     Admitted,
     Answered,
+    ClosedShort,
     Completed,
     Dropped,
+    Expired,
     Failed,
     Filtered,
     Finished,
@@ -32,13 +34,14 @@ from staleflow.events import (
     SyncBegan,
     Synced,
     TaskFetched,
+    Truncated,
 )
 from staleflow.failures import FailureLimit
 from staleflow.fleet import Fleet
 from staleflow.parameter_server.base import ParameterServer
 from staleflow.recorder import Recorder
 from staleflow.rollout import LLM, Rollout, play
-from staleflow.store import Group, TrajectoryStore
+from staleflow.store import Group, Player, TrajectoryStore
 from staleflow.tasks import TaskSource
 from staleflow.types import FinishReason, GenerateRequest, Segment, Task, TaskData, Trajectory
 
@@ -99,6 +102,8 @@ class Rollouts(Generic[TaskData]):
         self._next_task: Task[TaskData] | None = None
         self._next_task_taken = asyncio.Event()
         self._exhausted = False
+        self._members = config.group_size + config.extra_members
+        self.truncated = 0
 
     @property
     def over(self) -> bool:
@@ -158,7 +163,7 @@ class Rollouts(Generic[TaskData]):
             engines=self._fleet.views(),
             waiting=self._store.waiting,
             running_members=self._store.running_members,
-            group_size=self._config.group_size,
+            group_size=self._members,
             wanted_groups=self._wanted_groups(),
             published=self._ledger.published,
         )
@@ -166,7 +171,7 @@ class Rollouts(Generic[TaskData]):
     def _wanted_groups(self) -> int:
         if not self.admitting or self._next_task is None:
             return 0
-        needed = (self._config.steps - self._ledger.next_batch) * self._config.batch_size
+        needed = (self._config.steps - self._ledger.next_batch) * (self._config.batch_size + self._config.extra_groups)
         return max(0, needed - len(self._store))
 
     def _carry_out(self, command: Command) -> None:
@@ -189,11 +194,11 @@ class Rollouts(Generic[TaskData]):
         admitted = self._ledger.admit(version)
         if isinstance(admitted, Refusal):
             return
-        group = Group(admitted, self._next_task, version, self._config.group_size, clock.now())
+        group = Group(admitted, self._next_task, version, self._members, clock.now())
         self._next_task = None
         self._next_task_taken.set()
         self._store.open(group)
-        for member in range(self._config.group_size):
+        for member in range(self._members):
             if member > 0:
                 self._start_attempt(group, member)
             self._play(group, member)
@@ -209,11 +214,11 @@ class Rollouts(Generic[TaskData]):
             raise LedgerError(f"member {member} of group {group.id} refused at the group's own version: {refusal}")
 
     def _play(self, group: Group[TaskData], member: int) -> None:
-        play_member = self._play_member(group, member, group.attempts[member])
-        group.players[member] = self._spawn(play_member, f"group {group.id} member {member}")
+        trajectory = Trajectory(group.task.id, group.id, member, group.attempts[member], group.admitted_s)
+        task = self._spawn(self._play_member(group, trajectory), f"group {group.id} member {member}")
+        group.players[member] = Player(trajectory, task)
 
-    async def _play_member(self, group: Group[TaskData], member: int, attempt: int) -> None:
-        trajectory = Trajectory(group.task.id, group.id, member, attempt, group.admitted_s)
+    async def _play_member(self, group: Group[TaskData], trajectory: Trajectory) -> None:
         try:
             await self.play_task(group.task.data, trajectory, group.version)
         except Exception as error:  # noqa: BLE001 - whatever the user's function raises fails its trajectory alone
@@ -229,8 +234,8 @@ class Rollouts(Generic[TaskData]):
 
     async def _continue(self, trajectory: Trajectory, max_new_tokens: int, *, min_version: int) -> FinishReason:
         """Let an engine continue a trajectory and append the segment; raises what :meth:`Fleet.generate` raises."""
-        request_id = f"{trajectory.group}.{trajectory.member}.{trajectory.attempt}.{trajectory.requests}"
         trajectory.requests += 1
+        request_id = trajectory.newest_request_id
         self._recorder.event(Requested(self._recorder.t(), request_id))
         request = GenerateRequest(request_id, trajectory.token_ids, max_new_tokens)
         try:
@@ -269,6 +274,7 @@ class Rollouts(Generic[TaskData]):
         self.batch_may_be_ready.set()
 
     def _group_complete(self, group: Group[TaskData]) -> None:
+        self._store.complete(group)
         self._recorder.event(Completed(self._recorder.t(), group.id))
         reason = None if self._group_filter is None else self._group_filter(group.trajectories())
         if reason is not None:
@@ -285,10 +291,53 @@ class Rollouts(Generic[TaskData]):
             self._start_attempt(group, member)
             self._play(group, member)
         else:
-            del group.players[member]
-            self._abort(group, "failed")
+            self._store.lose(trajectory)
+            if group.lost > self._config.extra_members:
+                self._abort(group, "failed")
         self.changed.set()
         self.batch_may_be_ready.set()
+
+    def expire(self, groups: Sequence[int]) -> None:
+        """Give up groups whose last possible batch was filled without them."""
+        for expired in groups:
+            self._store.close(expired).cancel()
+            self._recorder.event(Expired(self._recorder.t(), expired))
+
+    def hurry(self, policy: StragglerPolicy) -> None:
+        """Use the straggler policy on the groups that the next batch waits for, if they are few enough."""
+        blockers = self._ledger.blockers()
+        # While groups are missing that are not even admitted, hurrying the others helps nobody.
+        missing = self._ledger.statistics().complete + len(blockers) < self._config.batch_size
+        if missing or len(blockers) > policy.max_blockers:
+            return
+        for blocker in blockers:
+            group = self._store.group(blocker)
+            match policy.action:
+                case "replace":
+                    self._abort(group, "straggler")
+                case "truncate":
+                    self._truncate(group)
+                case "close_short":
+                    self._close_short(group)
+                case _:
+                    assert_never(policy.action)
+        self.changed.set()
+
+    def _truncate(self, group: Group[TaskData]) -> None:
+        for member, player in group.players.items():
+            request_id = player.trajectory.newest_request_id
+            if self._fleet.engine_of(request_id) is not None and not player.trajectory.truncated:
+                player.trajectory.truncated = True
+                self.truncated += 1
+                self._recorder.event(Truncated(self._recorder.t(), group.id, member))
+                self._spawn(self._fleet.truncate(request_id), f"truncate {request_id}")
+
+    def _close_short(self, group: Group[TaskData]) -> None:
+        members = tuple(trajectory.member for trajectory in group.trajectories())
+        if members:
+            self._ledger.close_short(group.id)
+            self._recorder.event(ClosedShort(self._recorder.t(), group.id, members))
+            self._group_complete(group)
 
     def _abort(self, group: Group[TaskData], reason: str) -> None:
         group.cancel()

@@ -45,7 +45,8 @@ class Accounting(msgspec.Struct, frozen=True):
 
     The accounting law: ``admitted = trained + filtered + aborted + expired + running + complete + leased``, the
     filtered and aborted ones by reason. ``failed_attempts`` counts trajectories by cause; each was played again
-    or ended with its group.
+    or ended with its group. ``closed_short`` groups and ``truncated`` trajectories are uses of the straggler policy,
+    and are counted in the other terms as well; those that it has replaced are aborted as ``"straggler"``.
     """
 
     admitted: int
@@ -59,6 +60,8 @@ class Accounting(msgspec.Struct, frozen=True):
     holds: bool
     late_completions: int
     failed_attempts: dict[str, int]
+    closed_short: int
+    truncated: int
 
 
 class PipelineStatistics(msgspec.Struct, frozen=True):

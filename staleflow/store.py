@@ -7,35 +7,46 @@ is played by at most one task at a time. The store decides nothing and knows nei
 import asyncio
 from typing import Generic
 
+import msgspec
+
 from staleflow.coordinator import WaitingRequest
 from staleflow.types import Task, TaskData, Trajectory
 
 
-class Group(Generic[TaskData]):
-    """A live group: its task, its version, and what each member has come to."""
+class Player(msgspec.Struct, frozen=True):
+    """An attempt of a member that is being played."""
 
-    def __init__(self, group: int, task: Task[TaskData], version: int, size: int, admitted_s: float) -> None:
+    trajectory: Trajectory
+    task: "asyncio.Task[None]"
+
+
+class Group(Generic[TaskData]):
+    """A live group: its task, its version, and what each of its ``members`` members has come to."""
+
+    def __init__(self, group: int, task: Task[TaskData], version: int, members: int, admitted_s: float) -> None:
         self.id = group
         self.admitted_s = admitted_s
         self.task = task
         self.version = version
-        self.finished: list[Trajectory | None] = [None] * size
-        self.attempts = [0] * size
-        self.players: dict[int, asyncio.Task[None]] = {}
+        self.finished: list[Trajectory | None] = [None] * members
+        self.attempts = [0] * members
+        self.players: dict[int, Player] = {}
+        self.lost = 0
+        self.complete = False
 
     @property
     def running_members(self) -> int:
-        """Members that have not finished."""
-        return self.finished.count(None)
+        """Members that may still finish."""
+        return 0 if self.complete else self.finished.count(None) - self.lost
 
     def trajectories(self) -> list[Trajectory]:
-        """All members, in order; the group must be complete."""
+        """The members that have finished, in order."""
         return [trajectory for trajectory in self.finished if trajectory is not None]
 
     def cancel(self) -> None:
         """Cancel every member that is being played, dispatched or not."""
         for player in self.players.values():
-            player.cancel()
+            player.task.cancel()
 
 
 class TrajectoryStore(Generic[TaskData]):
@@ -46,6 +57,10 @@ class TrajectoryStore(Generic[TaskData]):
         """Members of live groups that have not finished."""
         self._groups: dict[int, Group[TaskData]] = {}
         self._waiting: dict[str, tuple[int, asyncio.Future[int]]] = {}
+
+    def group(self, group: int) -> Group[TaskData]:
+        """A live group by its id."""
+        return self._groups[group]
 
     @property
     def groups(self) -> tuple[Group[TaskData], ...]:
@@ -66,6 +81,20 @@ class TrajectoryStore(Generic[TaskData]):
         group.finished[trajectory.member] = trajectory
         del group.players[trajectory.member]
         self.running_members -= 1
+
+    def lose(self, trajectory: Trajectory) -> None:
+        """Give a member up that has failed for good."""
+        group = self._groups[trajectory.group]
+        del group.players[trajectory.member]
+        group.lost += 1
+        self.running_members -= 1
+
+    def complete(self, group: Group[TaskData]) -> None:
+        """Cancel the members that a group does not need any more; it keeps those that have finished."""
+        self.running_members -= group.running_members
+        group.complete = True
+        group.cancel()
+        group.players.clear()
 
     def close(self, group: int) -> Group[TaskData]:
         """Let go of a group that has ended or that a batch has taken."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from tokenizers import Tokenizer
 
-from staleflow.types import GenerateRequest, Generation, StepMetrics, TrainBatch
+from staleflow.types import FinishReason, GenerateRequest, Generation, StepMetrics, TrainBatch
 
 Result = TypeVar("Result")
 
@@ -98,6 +98,7 @@ class ScriptedEngine:
         self._seed = seed
         self._token_s = token_s
         self._update_s = update_s
+        self._running: set[str] = set()
         self._decoding = asyncio.Event()
         self._decoding.set()
 
@@ -114,11 +115,21 @@ class ScriptedEngine:
         rng = random.Random(f"{self._seed}/{request.request_id}")
         token_ids = list(self._script(request, rng))
         versions = []
+        self._running.add(request.request_id)
         for _ in token_ids:
             await asyncio.sleep(rng.expovariate(1 / self._token_s))
             await self._decoding.wait()
+            if request.request_id not in self._running:
+                break
             versions.append(self.version)
-        return Generation(request.request_id, token_ids, [-1.0] * len(token_ids), versions, "stop")
+        sampled = len(versions)
+        finish_reason: FinishReason = "stop" if sampled == len(token_ids) else "truncated"
+        self._running.discard(request.request_id)
+        return Generation(request.request_id, token_ids[:sampled], [-1.0] * sampled, versions, finish_reason)
+
+    async def truncate(self, request_id: str) -> None:
+        """End a request in place of its next token."""
+        self._running.discard(request_id)
 
     async def update_weights(self, version: int, weights: Path) -> int:
         """Serve ``version`` from now on."""

@@ -10,8 +10,8 @@ import msgspec
 
 TaskData = TypeVar("TaskData")
 
-FinishReason: TypeAlias = Literal["stop", "length"]
-"""Why an engine stopped: it sampled an end token, or it reached ``max_new_tokens``."""
+FinishReason: TypeAlias = Literal["stop", "length", "truncated"]
+"""Why an engine stopped: it sampled an end token, it reached ``max_new_tokens``, or it was told to stop early."""
 
 
 class Task(msgspec.Struct, Generic[TaskData], frozen=True):
@@ -61,7 +61,8 @@ class Trajectory(msgspec.Struct):
 
     Times are seconds on the controller's clock, of admission, of the first sampled segment's arrival and of the reward.
     They are three on purpose: a trajectory stamped only when it was admitted looks older than it is, one stamped only
-    when it finished looks younger. ``requests`` counts those sent to engines, whatever came of them.
+    when it finished looks younger. ``requests`` counts those sent to engines, whatever came of them. ``truncated``
+    says that the straggler policy has cut it short.
     """
 
     task: int
@@ -74,6 +75,12 @@ class Trajectory(msgspec.Struct):
     first_segment_s: float | None = None
     finished_s: float | None = None
     reward: float | None = None
+    truncated: bool = False
+
+    @property
+    def newest_request_id(self) -> str:
+        """Id of the request that was sent to an engine last, unique in the run; of no request before the first."""
+        return f"{self.group}.{self.member}.{self.attempt}.{self.requests - 1}"
 
     @property
     def token_ids(self) -> list[int]:

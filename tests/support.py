@@ -15,9 +15,11 @@ from staleflow.coordinator import Coordinator
 from staleflow.events import (
     Aborted,
     Admitted,
+    ClosedShort,
     Completed,
     Consumed,
     Event,
+    Expired,
     Filtered,
     Finished,
     Published,
@@ -170,6 +172,7 @@ class Replay:
     version: dict[int, int] = field(default_factory=dict)
     task: dict[int, int] = field(default_factory=dict)
     finished: dict[int, dict[int, Finished]] = field(default_factory=dict)
+    short: set[int] = field(default_factory=set)
     batches: dict[int, tuple[int, ...]] = field(default_factory=dict)
     trained: list[int] = field(default_factory=list)
 
@@ -187,8 +190,17 @@ class Replay:
                 self.finished[group][member] = event
             case Completed(group=group):
                 self._move(group, "complete", only_from={"running"})
-                assert sorted(self.finished[group]) == list(range(self.config.group_size))
+                members = self.finished[group].keys()
+                assert members <= set(range(self.config.group_size + self.config.extra_members))
+                assert len(members) == self.config.group_size or group in self.short
                 self.version[group] = min(member.versions[0] for member in self.finished[group].values())
+            case ClosedShort(group=group, members=finished):
+                assert self.state[group] == "running"
+                assert set(finished) == self.finished[group].keys()
+                self.short.add(group)
+            case Expired(group=group):
+                self._move(group, "expired", only_from={"running", "complete"})
+                assert self.version[group] + self.config.max_staleness < self.next_batch
             case Filtered(group=group, reason=reason):
                 self._move(group, f"filtered: {reason}", only_from={"complete"})
             case Aborted(group=group, reason=reason):
@@ -223,6 +235,9 @@ class Replay:
         self.state[group] = state
 
     def _check_capacity(self) -> None:
+        if self.config.extra_groups > 0:
+            # Only admission looks at the law then.
+            return
         deadlines = [
             self.version[group] + self.config.max_staleness
             for group, state in self.state.items()
@@ -255,9 +270,11 @@ class Replay:
         assert len(self.trained) == len(set(self.trained))
         assert accounting.filtered == self.count("filtered")
         assert accounting.aborted == self.count("aborted")
-        assert accounting.expired == accounting.running == accounting.complete == accounting.leased == 0
+        assert accounting.expired == list(self.state.values()).count("expired")
+        assert accounting.closed_short == len(self.short)
+        assert accounting.running == accounting.complete == accounting.leased == 0
         assert accounting.late_completions == 0
-        assert report.trained_trajectories == report.steps * self.config.batch_size * self.config.group_size
+        assert report.trained_trajectories == sum(len(self.finished[group]) for group in self.trained)
         assert report.staleness_max == max(self.gaps, default=0) <= self.config.max_staleness
         self.check_ended()
 

@@ -4,19 +4,22 @@ from typing import Any
 import pytest
 from support import one_turn
 
-from staleflow import Config, EmbeddedEngine, ListTasks, LocalTrainer, Pipeline
+from staleflow import Config, EmbeddedEngine, ListTasks, LocalTrainer, Pipeline, StragglerPolicy
 from staleflow.errors import ConfigError
 from staleflow.testing import ScriptedEngine, ScriptedTrainer
 
 
 @pytest.mark.parametrize("name", ["steps", "batch_size", "group_size", "max_attempts", "evaluate_every_steps"])
 @pytest.mark.parametrize("value", [0, -1])
-def test_size_below_one_is_named(name: str, value: int) -> None:
+def test_size_below_one_is_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}; it must be at least 1"):
         Config(**{"steps": 1, name: value})
 
 
-@pytest.mark.parametrize("name", ["steps", "batch_size", "group_size", "max_staleness", "max_attempts"])
+@pytest.mark.parametrize(
+    "name",
+    ["steps", "batch_size", "group_size", "max_staleness", "extra_groups", "extra_members", "max_attempts"],
+)
 @pytest.mark.parametrize("value", [2.5, 3.0, "3", None])
 def test_size_that_is_no_whole_number_is_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value!r}; it must be a whole number"):
@@ -34,6 +37,8 @@ def test_evaluation_interval_may_only_be_a_whole_number_or_none(value: Any) -> N
     ("name", "value", "allowed"),
     [
         ("max_staleness", -1, "at least 0"),
+        ("extra_groups", -1, "at least 0"),
+        ("extra_members", -1, "at least 0"),
         ("rollout_timeout_s", 0, "above 0"),
         ("rollout_timeout_s", float("nan"), "above 0"),
         ("max_failure_share", -0.1, "between 0 and 1"),
@@ -46,15 +51,37 @@ def test_limit_out_of_range_is_named(name: str, value: Any, allowed: str) -> Non
         Config(**{"steps": 1, name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("action", "wait", "one of replace, truncate, close_short"),
+        ("patience_s", 0.0, "above 0"),
+        ("patience_s", float("nan"), "above 0"),
+        ("max_blockers", 0, "at least 1"),
+        ("max_blockers", 1.5, "at least 1"),
+    ],
+)
+def test_straggler_setting_out_of_range_is_named(name: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is .*; it must be .*{allowed}"):
+        StragglerPolicy(**{"action": "replace", name: value})
+
+
 def test_config_error_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="steps"):
         Config(steps=0)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("batch_size", 2**31), ("group_size", 65537), ("max_staleness", 1_000_001)]
+    ("name", "value"),
+    [
+        ("batch_size", 2**31),
+        ("group_size", 65537),
+        ("max_staleness", 1_000_001),
+        ("extra_groups", 2**31),
+        ("extra_members", 65537),
+    ],
 )
-def test_size_beyond_the_ledger_is_refused_before_anything_starts(name: str, value: int) -> None:
+def test_size_beyond_the_ledger_is_refused_before_anything_starts(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         Pipeline(
             tasks=ListTasks([1]),

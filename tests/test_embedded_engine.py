@@ -196,6 +196,46 @@ def test_cancelled_requests_leave_room(serving: Serving) -> None:
     serving.run(main())
 
 
+def test_truncated_requests_answer_with_what_they_have_sampled(
+    serving: Serving, endless: Path, random_weights: Path
+) -> None:
+    async def main() -> list[Generation]:
+        await serving.update(random_weights)
+        kept, marker = serving.ask("t-kept", 200), serving.ask("t-marker", 20)
+        long = [serving.ask(f"t{index}", 400) for index in range(24)]  # more than the capacity
+        # Runs beside them from the start, as one of the first.
+        await marker
+        for index in range(24):
+            await serving.engine.truncate(f"t{index}")
+        ended = await asyncio.gather(*long)
+        assert len((await kept).token_ids) == 200
+        assert serving.engine._generations == {}
+        return ended
+
+    plain = load(endless)
+    sampled = []
+    for generation in serving.run(main()):
+        assert generation.finish_reason == "truncated"
+        sampled.append(len(generation.token_ids))
+        expected = plain_logprobs(plain, PROMPT, generation.token_ids)
+        assert generation.logprobs == pytest.approx(expected, abs=1e-4)
+    assert max(sampled) < 400
+    assert min(sampled) == 0, "those that were still waiting had sampled nothing"
+
+
+def test_truncation_of_what_has_ended_does_nothing(serving: Serving) -> None:
+    async def main() -> None:
+        running = serving.ask("u", 50)
+        await serving.ask("u-short", 3)
+        running.cancel()
+        await asyncio.wait({running})
+        for request in ("u", "u-short", "u-never"):
+            await serving.engine.truncate(request)
+        assert len((await serving.ask("u-later", 3)).token_ids) == 3
+
+    serving.run(main())
+
+
 def test_answer_to_a_cancelled_command_is_not_taken_for_another(serving: Serving, random_weights: Path) -> None:
     async def main() -> None:
         for _ in range(3):

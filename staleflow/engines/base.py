@@ -43,6 +43,12 @@ class Engine(Protocol):
     async def generate(self, request: GenerateRequest) -> Generation:
         """Continue a prompt. Cancelling the call cancels the request."""
 
+    async def truncate(self, request_id: str) -> None:
+        """End a request early: its ``generate`` returns the tokens sampled so far, maybe none, as ``"truncated"``.
+
+        Nothing happens if the request has ended already.
+        """
+
     async def update_weights(self, version: int, weights: Path) -> int:
         """Swap weights between two decode steps, keeping running requests; returns the version now served."""
 
@@ -84,8 +90,9 @@ def _malformation(request: GenerateRequest, generation: Generation, oldest: int,
         return f"it answers request {generation.request_id}"
     if not len(tokens) == len(logprobs) == len(versions):
         return f"{len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions; they must be as many"
-    if not 0 < len(tokens) <= request.max_new_tokens:
-        return f"{len(tokens)} tokens; at least 1 and at most {request.max_new_tokens} were asked for"
+    fewest = 0 if generation.finish_reason == "truncated" else 1
+    if not fewest <= len(tokens) <= request.max_new_tokens:
+        return f"{len(tokens)} tokens; at least {fewest} and at most {request.max_new_tokens} were asked for"
     for position, (logprob, version) in enumerate(zip(logprobs, versions, strict=True)):
         # Rounding in float32 can lift the logprob of a certain token a little above zero.
         if not math.isfinite(logprob) or logprob > 1e-4:

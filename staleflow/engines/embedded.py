@@ -46,6 +46,12 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     request_id: str
 
 
+class Truncate(msgspec.Struct, tag=True, frozen=True):
+    """End one request with what it has sampled; its answer follows, unless it is on its way already."""
+
+    request_id: str
+
+
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
     """Swap in the weights of ``version`` from a safetensors file."""
 
@@ -86,7 +92,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     version: int
 
 
-ToChild: TypeAlias = Setup | Generate | Cancel | UpdateWeights | Pause | Resume
+ToChild: TypeAlias = Setup | Generate | Cancel | Truncate | UpdateWeights | Pause | Resume
 FromChild: TypeAlias = Ready | Generated | GenerateFailed | Done
 
 
@@ -206,6 +212,12 @@ class EmbeddedEngine:
                 with suppress(EngineError):
                     await child.send(Cancel(request.request_id))
             raise
+
+    async def truncate(self, request_id: str) -> None:
+        """End a request early; see :class:`staleflow.engines.base.Engine`."""
+        # As with `generate`, of a dead child `run` tells.
+        with suppress(EngineError):
+            await self._running().send(Truncate(request_id))
 
     async def update_weights(self, version: int, weights: Path) -> int:
         """Swap weights between two decode steps; returns the version that the child confirms."""

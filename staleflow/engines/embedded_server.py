@@ -15,9 +15,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 from safetensors.torch import load_file
@@ -39,10 +41,11 @@ from staleflow.engines.embedded import (
     Resume,
     Setup,
     ToChild,
+    Truncate,
     UpdateWeights,
 )
 from staleflow.process import Parent
-from staleflow.types import GenerateRequest, Generation
+from staleflow.types import FinishReason, GenerateRequest, Generation
 
 PAGE_TOKENS = 16
 MAX_BATCH_TOKENS = 1024
@@ -80,17 +83,23 @@ class CancellableScheduler(FIFOScheduler):
 
     Once the cache was full, the base class starts nothing new until a running request has *finished*. If those are
     cancelled instead, that never comes.
+
+    Args:
+        cancelled: told of every request that is taken out, with what it has sampled, between two decode steps.
     """
+
+    def __init__(self, cancelled: Callable[[RequestState], None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._cancelled = cancelled
 
     def clear_cancelled_requests(self) -> list[RequestState]:
         """Take cancelled requests out; the cache they held may let others in."""
         cancelled: list[RequestState] = super().clear_cancelled_requests()
         if cancelled:
             self.block_new_requests = False
+        for request in cancelled:
+            self._cancelled(request)
         return cancelled
-
-
-SCHEDULER_MAPPING["cancellable"] = CancellableScheduler
 
 
 class Server:
@@ -106,6 +115,9 @@ class Server:
         end_token_ids = model.generation_config.eos_token_id
         if end_token_ids is None:
             end_token_ids = model.config.eos_token_id
+        SCHEDULER_MAPPING["cancellable"] = partial(  # type: ignore[assignment] # it is only ever called
+            CancellableScheduler, self._deliver_truncated
+        )
         self._manager: ContinuousBatchingManager = model.init_continuous_batching(
             generation_config=GenerationConfig(
                 do_sample=True,
@@ -150,6 +162,9 @@ class Server:
                 self._queue(request)
             case Cancel(request_id):
                 if self._oldest.pop(request_id, None) is not None:
+                    self._manager.cancel_request(request_id)
+            case Truncate(request_id):
+                if request_id in self._oldest:
                     self._manager.cancel_request(request_id)
             case UpdateWeights(version, weights):
                 self._swap(version, Path(weights))
@@ -206,22 +221,24 @@ class Server:
                     break
                 oldest = self._oldest.pop(output.request_id, None)
                 if oldest is not None:
-                    self._parent.send(Generated(self._generation(output, oldest)))
+                    stopped = output.generated_tokens[-1] in self._end_token_ids
+                    self._send(output, oldest, "stop" if stopped else "length")
         except Exception:  # noqa: BLE001 - the last frame of the thread: print, then exit
             traceback.print_exc()
         # From here on no request would ever be answered.
         sys.stderr.flush()
         os._exit(1)
 
-    def _generation(self, output: GenerationOutput, oldest: int) -> Generation:
+    def _deliver_truncated(self, request: RequestState) -> None:
+        # Of one that the controller has cancelled nobody wants to hear; its entry is gone.
+        oldest = self._oldest.pop(request.request_id, None)
+        if oldest is not None:
+            self._send(request.to_generation_output(), oldest, "truncated")
+
+    def _send(self, output: GenerationOutput, oldest: int, finish_reason: FinishReason) -> None:
         tokens = output.generated_tokens
-        return Generation(
-            request_id=output.request_id,
-            token_ids=tokens,
-            logprobs=output.logprobs,
-            versions=self._history.of(len(tokens), output.timestamps or [], oldest),
-            finish_reason="stop" if tokens[-1] in self._end_token_ids else "length",
-        )
+        versions = self._history.of(len(tokens), output.timestamps or [], oldest)
+        self._parent.send(Generated(Generation(output.request_id, tokens, output.logprobs, versions, finish_reason)))
 
 
 def session(parent: Parent[ToChild]) -> None:

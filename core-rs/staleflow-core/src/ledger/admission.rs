@@ -111,22 +111,10 @@ impl Ledger {
             Gate::Closed => return Err(Refusal::Closed),
         }
         let oldest = Version(self.next_batch().0.saturating_sub(self.config().max_staleness()));
-        self.check_engine(engine_version, oldest)?;
+        check_engine(engine_version, oldest, self.published())?;
         match self.window.first_full(self.deadline(engine_version)) {
             Some(batch) => Err(Refusal::WindowFull { batch }),
             None => Ok(()),
-        }
-    }
-
-    /// Refuses engines whose weights are outside `oldest..=published`.
-    pub(super) fn check_engine(&self, engine_version: Version, oldest: Version) -> Result<(), Refusal> {
-        let published = self.published();
-        if engine_version > published {
-            Err(Refusal::FromFuture { engine_version, published })
-        } else if engine_version < oldest {
-            Err(Refusal::TooOld { engine_version, oldest })
-        } else {
-            Ok(())
         }
     }
 
@@ -136,5 +124,20 @@ impl Ledger {
         self.live.insert(Group::admitted(id, version, self.config.group_size()));
         self.window.insert_running(self.deadline(version), 1);
         id
+    }
+}
+
+/// Refuses engines whose weights are outside `oldest..=published`.
+pub(super) fn check_engine(
+    engine_version: Version,
+    oldest: Version,
+    published: Version,
+) -> Result<(), Refusal> {
+    if engine_version > published {
+        Err(Refusal::FromFuture { engine_version, published })
+    } else if engine_version < oldest {
+        Err(Refusal::TooOld { engine_version, oldest })
+    } else {
+        Ok(())
     }
 }

@@ -28,13 +28,12 @@ impl LiveGroups {
         Self { members_each, groups: Slab::new(), members: Vec::new(), places: HashTable::new() }
     }
 
-    pub(super) fn get(&self, id: GroupId) -> Option<(&Group, &[Member])> {
-        let place = self.place(id)?;
-        Some((self.groups.get(place)?, &self.members[self.stretch(place)]))
+    pub(super) fn get(&self, id: GroupId) -> Option<&Group> {
+        self.groups.get(self.place(id)?)
     }
 
     pub(super) fn is_complete(&self, id: GroupId) -> bool {
-        self.get(id).is_some_and(|(group, _)| group.state() == GroupState::Complete)
+        self.get(id).is_some_and(|group| group.state() == GroupState::Complete)
     }
 
     pub(super) fn get_mut(&mut self, id: GroupId) -> Option<(&mut Group, &mut [Member])> {

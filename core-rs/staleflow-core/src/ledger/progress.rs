@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use super::Ledger;
-use super::admission::Refusal;
+use super::admission::{Refusal, check_engine};
 use super::group::{Group, Member, Report};
 use super::journal::Change;
 use super::statistics::count;
@@ -27,7 +27,8 @@ impl Ledger {
     /// # Errors
     /// [`LedgerError::UnknownGroup`].
     pub fn group_version(&self, group: GroupId) -> Result<Version, LedgerError> {
-        self.live(group, Call::GroupVersion).map(|(found, _)| found.version)
+        let call = Call::GroupVersion;
+        self.live.get(group).map(|found| found.version).ok_or(LedgerError::UnknownGroup { group, call })
     }
 
     /// Begins a member's first attempt on an engine of this version, or, if it is running, its next attempt. The
@@ -43,15 +44,16 @@ impl Ledger {
         engine_version: Version,
     ) -> Result<Result<(), Refusal>, LedgerError> {
         let call = Call::StartMember;
+        let published = self.published;
         let (found, members) = self.live_in(group, &[GroupState::Running], call)?;
         let obstacle = members.get(member).map_or(Some(MemberState::Absent), |found| found.start_obstacle());
         if let Some(state) = obstacle {
             return Err(LedgerError::MemberState { group, member, state, call });
         }
-        if let Err(refusal) = self.check_engine(engine_version, found.version) {
+        if let Err(refusal) = check_engine(engine_version, found.version, published) {
             return Ok(Err(refusal));
         }
-        self.change(group, |_, members| members[member].start());
+        members[member].start();
         self.note(&Change::StartMember { group, member, version: engine_version });
         Ok(Ok(()))
     }
@@ -75,25 +77,41 @@ impl Ledger {
         if member >= self.config().members() {
             return Err(LedgerError::MemberState { group, member, state: MemberState::Absent, call });
         }
-        let judge = |(found, members): (&Group, &[Member])| found.judge(members[member], attempt);
-        let finish = match self.live.get(group).map_or(Report::Late, judge) {
-            Report::Illegal(state) => {
-                return Err(LedgerError::MemberState { group, member, state, call });
-            }
-            Report::Late => {
-                self.ended.late_completions = self.ended.late_completions.saturating_add(1);
-                Finish::Late
-            }
-            Report::Current => {
-                self.check_tokens(group, min_version, call)?;
-                match self.change(group, |found, members| found.finish(members, member, min_version)) {
-                    Some(GroupState::Complete) => Finish::Group,
-                    _ => Finish::Member,
-                }
-            }
-        };
+        let finish = self.finish_admitted(group, member, min_version, attempt)?;
         self.note(&Change::FinishMember { group, member, min_version, attempt });
         Ok(finish)
+    }
+
+    fn finish_admitted(
+        &mut self,
+        group: GroupId,
+        member: usize,
+        min_version: Option<Version>,
+        attempt: u64,
+    ) -> Result<Finish, LedgerError> {
+        let (call, published) = (Call::FinishMember, self.published);
+        if let Some((found, members)) = self.live.get_mut(group) {
+            match found.judge(members[member], attempt) {
+                Report::Illegal(state) => {
+                    return Err(LedgerError::MemberState { group, member, state, call });
+                }
+                Report::Current => {
+                    check_tokens(found, min_version, published, call)?;
+                    let admitted = found.version;
+                    found.finish(members, member, min_version);
+                    let (state, version) = (found.state(), found.version);
+                    return Ok(if state == GroupState::Complete {
+                        self.completed(group, admitted, version);
+                        Finish::Group
+                    } else {
+                        Finish::Member
+                    });
+                }
+                Report::Late => {}
+            }
+        }
+        self.ended.late_completions = self.ended.late_completions.saturating_add(1);
+        Ok(Finish::Late)
     }
 
     /// Completes a running group: as many unfinished members as it needs finish, the first ones, with `min_version`
@@ -103,9 +121,13 @@ impl Ledger {
     /// [`LedgerError::UnknownGroup`], [`LedgerError::GroupState`] unless it is running, or
     /// [`LedgerError::TokenVersion`].
     pub fn complete(&mut self, group: GroupId, min_version: Option<Version>) -> Result<(), LedgerError> {
-        self.live_in(group, &[GroupState::Running], Call::Complete)?;
-        self.check_tokens(group, min_version, Call::Complete)?;
-        self.change(group, |found, members| found.finish_all(members, min_version));
+        let published = self.published;
+        let (found, members) = self.live_in(group, &[GroupState::Running], Call::Complete)?;
+        check_tokens(found, min_version, published, Call::Complete)?;
+        let admitted = found.version;
+        found.finish_all(members, min_version);
+        let version = found.version;
+        self.completed(group, admitted, version);
         self.note(&Change::Complete { group, min_version });
         Ok(())
     }
@@ -123,7 +145,10 @@ impl Ledger {
             return Err(LedgerError::RepeatedGroup { group, call });
         }
         for &group in groups {
-            self.change(group, |found, members| found.finish_all(members, None));
+            let (found, members) = self.live_in(group, &[GroupState::Running], call)?;
+            found.finish_all(members, None);
+            let version = found.version;
+            self.completed(group, version, version);
         }
         if !groups.is_empty() {
             self.note(&Change::CompleteMany { groups: Cow::Borrowed(groups) });
@@ -138,12 +163,14 @@ impl Ledger {
     /// [`LedgerError::UnknownGroup`], [`LedgerError::GroupState`] unless it is running, or
     /// [`LedgerError::NoMemberFinished`].
     pub fn close_short(&mut self, group: GroupId) -> Result<(), LedgerError> {
-        let call = Call::CloseShort;
-        let (_, members) = self.live_in(group, &[GroupState::Running], call)?;
+        let (found, members) = self.live_in(group, &[GroupState::Running], Call::CloseShort)?;
         if !Group::has_finished_member(members) {
             return Err(LedgerError::NoMemberFinished { group });
         }
-        self.change(group, |found, members| found.complete(members));
+        let admitted = found.version;
+        found.complete(members);
+        let version = found.version;
+        self.completed(group, admitted, version);
         self.ended.closed_short += 1;
         self.note(&Change::CloseShort { group });
         Ok(())
@@ -181,50 +208,21 @@ impl Ledger {
         GroupId(0) < group && group < self.next_id
     }
 
-    fn live(&self, group: GroupId, call: Call) -> Result<(&Group, &[Member]), LedgerError> {
-        self.live.get(group).ok_or(LedgerError::UnknownGroup { group, call })
-    }
-
     fn live_in(
-        &self,
+        &mut self,
         group: GroupId,
         states: &[GroupState],
         call: Call,
-    ) -> Result<(&Group, &[Member]), LedgerError> {
-        let found = self.live(group, call)?;
+    ) -> Result<(&mut Group, &mut [Member]), LedgerError> {
+        let found = self.live.get_mut(group).ok_or(LedgerError::UnknownGroup { group, call })?;
         let state = found.0.state();
         if states.contains(&state) { Ok(found) } else { Err(LedgerError::GroupState { group, state, call }) }
     }
 
-    fn check_tokens(
-        &self,
-        group: GroupId,
-        min_version: Option<Version>,
-        call: Call,
-    ) -> Result<(), LedgerError> {
-        let oldest = self.live(group, call)?.0.version;
-        let published = self.published();
-        match min_version {
-            Some(version) if version < oldest || version > published => {
-                Err(LedgerError::TokenVersion { group, version, oldest, published, call })
-            }
-            Some(_) | None => Ok(()),
-        }
-    }
-
-    /// Changes a running group and gives it its new place in the window.
-    fn change(&mut self, id: GroupId, change: impl FnOnce(&mut Group, &mut [Member])) -> Option<GroupState> {
-        let max_staleness = self.config.max_staleness();
-        let (group, members) = self.live.get_mut(id)?;
-        let before = group.version.deadline(max_staleness);
-        change(group, members);
-        let state = group.state();
-        if state == GroupState::Complete {
-            let after = group.version.deadline(max_staleness);
-            self.window.remove_running(before);
-            self.window.insert_complete(id, after);
-        }
-        Some(state)
+    /// Gives a group that was admitted at one version and has become complete at another its place in the window.
+    fn completed(&mut self, group: GroupId, admitted: Version, version: Version) {
+        self.window.remove_running(self.deadline(admitted));
+        self.window.insert_complete(group, self.deadline(version));
     }
 
     fn end(&mut self, id: GroupId) {
@@ -246,6 +244,25 @@ fn repeated(groups: &[GroupId]) -> Option<GroupId> {
     let mut sorted = groups.to_vec();
     sorted.sort_unstable();
     sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0])
+}
+
+/// Refuses a report of a token that the group cannot hold.
+fn check_tokens(
+    group: &Group,
+    min_version: Option<Version>,
+    published: Version,
+    call: Call,
+) -> Result<(), LedgerError> {
+    match min_version {
+        Some(version) if version < group.version || version > published => Err(LedgerError::TokenVersion {
+            group: group.id,
+            version,
+            oldest: group.version,
+            published,
+            call,
+        }),
+        Some(_) | None => Ok(()),
+    }
 }
 
 fn check_reason(reason: &str) -> Result<(), LedgerError> {

@@ -1,0 +1,21 @@
+"""The command ``staleflow``: each subcommand is a module that adds itself to the parser."""
+
+import argparse
+from collections.abc import Sequence
+
+from staleflow.explain import command as explain
+
+COMMANDS = (explain,)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the subcommand that the arguments name; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="staleflow", description="Asynchronous RL post-training of language models inside a hard staleness bound."
+    )
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_command(subparsers)
+    parsed = parser.parse_args(arguments)
+    exit_code: int = parsed.run(parsed)
+    return exit_code

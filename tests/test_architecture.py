@@ -45,6 +45,17 @@ def test_only_the_face_of_the_package_knows_the_pipeline(module: Path) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_explain_knows_what_a_run_has_left_and_no_part_of_it(module: Path) -> None:
+    if name_of(module) == "blockers.py":
+        assert own_imports(module) == set()
+    if name_of(module).startswith("explain/"):
+        others = {name for name in own_imports(module) if name.split(".")[0] != "explain"}
+        assert others <= {"_core", "blockers", "config", "errors", "events"}
+    elif name_of(module) not in {"cli.py", "__main__.py"}:
+        assert not {name for name in own_imports(module) if name.split(".")[0] in {"explain", "cli"}}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
 def test_torch_is_imported_only_in_children(module: Path) -> None:
     if name_of(module) not in RUN_IN_CHILDREN:
         heavy = {name.split(".")[0] for name in imports(module, top_level_only=True)}

@@ -70,6 +70,8 @@ def trainer_cause(now: Timeline) -> Cause:
     if facts.missing_groups > 0:
         return _why_too_few_groups(now)
     groups = [group for _, group in _blocking_groups(now)]
+    if not groups:
+        return Cause.CONTROLLER
     tally = {activity: sum([group.tally[activity] for group in groups]) for activity in now.tally}
     return _by_activity(prevailing(tally))
 
@@ -131,7 +133,8 @@ def _why_no_request(now: Timeline) -> Cause:
 
 
 def _blocking_groups(now: Timeline) -> list[tuple[int, Group]]:
-    return [(group, now.groups[group]) for group in now.ledger.facts.blockers if group in now.groups]
+    groups = ((group, now.groups.get(group)) for group in now.ledger.facts.blockers)
+    return [(group, found) for group, found in groups if found is not None and found.unfinished]
 
 
 def _why_too_few_groups(now: Timeline) -> Cause:

@@ -154,7 +154,7 @@ def moment(recording: Recording, at_s: float, watch: Watch = iter) -> Moment:
     """Tell what was going on at one moment; raises :class:`ConfigError` if nothing is known of it."""
     until_us = microseconds(recording.events[-1].t) if recording.events else 0
     if not 0 <= at_s <= until_us / MICROSECONDS_PER_S:
-        raise ConfigError(f"--at is {at_s:g}; the run is known from 0 to {until_us / MICROSECONDS_PER_S:.6f} s")
+        raise ConfigError(f"no moment {at_s:g} s; the run is known from 0 to {until_us / MICROSECONDS_PER_S:.6f} s")
     at_us = microseconds(at_s)
     for stretch in stretches(recording, watch(recording.events)):
         if stretch.begin_us <= at_us < stretch.end_us:

@@ -72,9 +72,7 @@ def _read_settings(path: Path) -> _Settings:
     try:
         return msgspec.json.decode(_read(path), type=_Settings)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RunFolderError(
-            f"{path} is not the config.json of a run: {error}; restore the file from a copy"
-        ) from error
+        raise RunFolderError(f"{path} is damaged: {error}; restore it from a copy") from error
 
 
 def _read_events(path: Path) -> list[Event]:

@@ -30,6 +30,7 @@ from staleflow.events import (
     Requested,
     Routed,
     SourceEnded,
+    Stalled,
     SyncBegan,
     Synced,
     TaskFetched,
@@ -130,7 +131,7 @@ class Timeline:
             case Synced(engine=engine, version=version):
                 self.engines[engine].version = version
                 self.engines[engine].pulls = None
-            case Evaluated():
+            case Evaluated() | Stalled():
                 pass
             case _:
                 assert_never(event)
@@ -251,7 +252,7 @@ def stretches(recording: Recording, events: Iterable[Event]) -> Iterator[Stretch
             now_us = t_us
         try:
             timeline.apply(event)
-        except LookupError as error:
+        except (LookupError, ValueError) as error:
             raise RunFolderError(
                 f"the event log contradicts itself at {event.t:.6f} s ({type(event).__name__}): it must be whole, from "
                 "the start of the run, and beside the config.json it was written with"

@@ -159,7 +159,7 @@ class Published(msgspec.Struct, tag="published", tag_field="event", frozen=True)
 
 
 class Stalled(msgspec.Struct, tag="stalled", tag_field="event", frozen=True):
-    """No step has come for a while; what everybody waits for has not changed since the event before."""
+    """No step has come for a while; that is all, and tells how far the log goes."""
 
     t: float
 

@@ -18,7 +18,7 @@ from staleflow.cli import main
 from staleflow.coordinator import Command, LeastLoad, Snapshot
 from staleflow.errors import EngineError, RunFolderError, TrainerError
 from staleflow.events import Answered, Dropped, PhaseBegan, Routed
-from staleflow.explain import Cause, Explanation, TrainerWait, Waiting, explain, moment, read_run
+from staleflow.explain import Cause, Explanation, TrainerWait, Waiting, command, explain, moment, read_run
 from staleflow.rollouts import STALL_WARNING_S
 from staleflow.testing import ScriptedEngine, ScriptedTrainer
 from staleflow.types import GenerateRequest, Generation, Task, TrainBatch
@@ -497,6 +497,19 @@ def test_command_prints_json(scripted: Scripted, capsys: pytest.CaptureFixture[s
     assert main(["explain", str(run.run_dir), "--at", "5", "--json"]) == 0
     now = json.loads(capsys.readouterr().out)
     assert (now["cause"], now["trainer"]["state"], now["blockers"][0]["member"]) == ("generation", "waits_for_batch", 3)
+
+
+def test_progress_shows_when_it_takes_long(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = scripted(Config(steps=1, batch_size=1, group_size=1))
+    run.run()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["explain", str(run.run_dir)]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(command, "PROGRESS_AFTER_S", 0.0)
+    assert main(["explain", str(run.run_dir)]) == 0
+    assert "reading events" in capsys.readouterr().err
 
 
 def test_python_m_is_the_command(scripted: Scripted) -> None:

@@ -61,12 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _watched(events: list[Event]) -> Iterator[Event]:
-    """Show how far it is, from the moment on that it seems long."""
+    """Show on a terminal how far it is, from the moment on that it seems long."""
+    console = Console(stderr=True)
     show_from_s = time.monotonic() + PROGRESS_AFTER_S
-    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
-        task = None
+    progress = Progress(console=console, transient=True, auto_refresh=False)
+    task = progress.add_task("reading events", total=len(events))
+    try:
         for index, event in enumerate(events):
-            if index % PROGRESS_EVENTS == 0 and time.monotonic() >= show_from_s:
-                task = progress.add_task("reading events", total=len(events)) if task is None else task
+            if index % PROGRESS_EVENTS == 0 and console.is_terminal and time.monotonic() >= show_from_s:
+                progress.start()
                 progress.update(task, completed=index, refresh=True)
             yield event
+    finally:
+        if progress.live.is_started:
+            progress.stop()

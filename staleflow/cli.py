@@ -1,11 +1,14 @@
 """The command ``staleflow``: each subcommand is a module that adds itself to the parser."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
+from staleflow.errors import StaleflowError
 from staleflow.explain import command as explain
 
 COMMANDS = (explain,)
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,5 +20,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         command.add_command(subparsers)
     parsed = parser.parse_args(arguments)
-    exit_code: int = parsed.run(parsed)
+    try:
+        exit_code: int = parsed.run(parsed)
+    except StaleflowError as error:
+        print(f"staleflow: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return exit_code

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 from support import Scripted, ScriptedRun
 
-from staleflow import LLM, Config, ListTasks, uniform_rewards
+from staleflow import LLM, Config, ListTasks, StragglerPolicy, uniform_rewards
 from staleflow.cli import main
+from staleflow.config import StragglerAction
 from staleflow.coordinator import Command, LeastLoad, Snapshot
 from staleflow.errors import EngineError, RunFolderError, TrainerError
 from staleflow.events import Answered, Dropped, PhaseBegan, Routed
@@ -336,6 +337,31 @@ def test_seconds_per_cause_add_up_to_the_waits_that_the_run_measured(
         trainer=trainer(step_s),
     )
     explained(run)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2])
+@pytest.mark.parametrize("action", ["replace", "truncate", "close_short"])
+def test_seconds_add_up_with_redundancy_and_straggler_policies(
+    scripted: Scripted, action: StragglerAction, extra: int
+) -> None:
+    config = msgspec.structs.replace(
+        RANDOM,
+        extra_groups=extra,
+        extra_members=extra,
+        stragglers=StragglerPolicy(action=action, patience_s=0.2, max_blockers=2),
+        max_failure_share=1.0,
+    )
+    engines = [ScriptedEngine(seed=n, token_s=0.02 * (n + 1), update_s=0.1, capacity=16) for n in range(2)]
+    explained(scripted(config, engines=engines, rollout=turbulent, trainer=trainer(0.1)))
+
+
+def test_members_beyond_the_group_size_are_not_waited_for(scripted: Scripted) -> None:
+    """Member 2 would take 10 seconds; the group is complete with the first two of three."""
+    engine = TimedEngine(lambda request: 10.0 if request.startswith("1.2.") else 1.0)
+    config = Config(steps=1, batch_size=1, group_size=2, extra_members=1)
+    found = explained(scripted(config, engines=[engine], trainer=trainer(2.0)))
+    assert found.trainer.seconds == near({Cause.GENERATION: 1.0})
+    assert found.engines[0].seconds == near({Cause.NOTHING_LEFT: 2.0})
 
 
 # -- runs that did not end well ----------------------------------------------------------------------------------

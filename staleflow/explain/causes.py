@@ -70,10 +70,8 @@ def trainer_cause(now: Timeline) -> Cause:
     if facts.missing_groups > 0:
         return _why_too_few_groups(now)
     groups = [group for _, group in _blocking_groups(now)]
-    if not groups:
-        return Cause.CONTROLLER
     tally = {activity: sum([group.tally[activity] for group in groups]) for activity in now.tally}
-    return _by_activity(prevailing(tally))
+    return _by_activity(prevailing(tally)) if any(tally.values()) else Cause.CONTROLLER
 
 
 def engine_causes(now: Timeline) -> list[Cause | None]:
@@ -89,7 +87,7 @@ def engine_causes(now: Timeline) -> list[Cause | None]:
 def admission_obstacle(now: Timeline) -> Cause | None:
     """What is in the way of another group, room aside."""
     facts = now.ledger.facts
-    if (now.steps - facts.next_batch) * now.ledger.batch_size <= facts.live_groups:
+    if (now.steps - facts.next_batch) * now.ledger.groups_per_batch <= facts.live_groups:
         return Cause.NOTHING_LEFT
     if now.source_ended and not now.task_at_hand:
         return Cause.SOURCE_ENDED
@@ -101,14 +99,17 @@ def admission_obstacle(now: Timeline) -> Cause | None:
 def blockers(now: Timeline) -> tuple[Blocker, ...]:
     """The groups that the next batch waits for, those due first in front."""
     batch = now.ledger.facts.next_batch
-    return tuple(blocker(batch, group, found.unfinished) for group, found in _blocking_groups(now))
+    groups = _blocking_groups(now)
+    return tuple(blocker(batch, group, found.unfinished) for group, found in groups if found.unfinished)
 
 
 def first_blocker(now: Timeline, cause: Cause) -> Blocker | None:
     """A member that accounts for this cause of the trainer's wait; None if the cause is not about members."""
-    activity = _activity(cause)
+    activity = _ACTIVITIES.get(cause)
+    if activity is None:
+        return None
     for group, found in _blocking_groups(now):
-        if activity is not None and found.tally[activity]:
+        if found.tally[activity]:
             return longest_at(activity, now.ledger.facts.next_batch, group, found.unfinished)
     return None
 
@@ -133,8 +134,7 @@ def _why_no_request(now: Timeline) -> Cause:
 
 
 def _blocking_groups(now: Timeline) -> list[tuple[int, Group]]:
-    groups = ((group, now.groups.get(group)) for group in now.ledger.facts.blockers)
-    return [(group, found) for group, found in groups if found is not None and found.unfinished]
+    return [(group, now.groups[group]) for group in now.ledger.facts.blockers if group in now.groups]
 
 
 def _why_too_few_groups(now: Timeline) -> Cause:
@@ -171,5 +171,4 @@ def _by_activity(activity: Activity) -> Cause:
             assert_never(activity)
 
 
-def _activity(cause: Cause) -> Activity | None:
-    return next((activity for activity in Activity if _by_activity(activity) is cause), None)
+_ACTIVITIES = {_by_activity(activity): activity for activity in Activity}

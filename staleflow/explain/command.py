@@ -1,7 +1,6 @@
 """``staleflow explain``: reads a run folder and prints why the trainer and the engines waited."""
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from staleflow.errors import StaleflowError
 from staleflow.events import Event
 from staleflow.explain.explanation import Explanation, Moment, explain, moment
 from staleflow.explain.reading import read_run
@@ -42,15 +40,11 @@ def add_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command line asks for; returns the exit code."""
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        recording = read_run(arguments.run_dir)
-        if arguments.at is None:
-            found: Explanation | Moment = explain(recording, _watched)
-        else:
-            found = moment(recording, arguments.at, _watched)
-    except StaleflowError as error:
-        print(f"staleflow explain: {error}", file=sys.stderr)
-        return 1
+    recording = read_run(arguments.run_dir)
+    if arguments.at is None:
+        found: Explanation | Moment = explain(recording, _watched)
+    else:
+        found = moment(recording, arguments.at, _watched)
     if arguments.json:
         console.file.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     elif isinstance(found, Explanation):

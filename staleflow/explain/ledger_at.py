@@ -34,7 +34,11 @@ class LedgerAt:
             self._ledger = self._replay.ledger
         else:
             self._ledger = StalenessLedger(
-                batch_size=config.batch_size, max_staleness=config.max_staleness, group_size=config.group_size
+                batch_size=config.batch_size,
+                max_staleness=config.max_staleness,
+                group_size=config.group_size,
+                extra_groups=config.extra_groups,
+                extra_members=config.extra_members,
             )
 
     @property
@@ -43,9 +47,9 @@ class LedgerAt:
         return self._ledger.group_size + self._ledger.extra_members
 
     @property
-    def batch_size(self) -> int:
-        """Groups per train step."""
-        return self._ledger.batch_size
+    def groups_per_batch(self) -> int:
+        """Groups that are admitted for every batch."""
+        return self._ledger.batch_size + self._ledger.extra_groups
 
     @property
     def facts(self) -> LedgerFacts:

@@ -11,9 +11,9 @@ import msgspec
 from staleflow._core import StalenessLedger
 from staleflow.config import Config
 from staleflow.errors import RunFolderError, SnapshotError
-from staleflow.events import Aborted, Admitted, Consumed, Event, Filtered, Finished, Published, Released
+from staleflow.events import Aborted, Admitted, ClosedShort, Consumed, Event, Filtered, Finished, Published, Released
 
-CHANGES_THE_LEDGER = (Admitted, Finished, Filtered, Aborted, Consumed, Published, Released)
+CHANGES_THE_LEDGER = (Admitted, Finished, ClosedShort, Filtered, Aborted, Consumed, Published, Released)
 MICROSECONDS_PER_S = 1_000_000
 
 

@@ -16,11 +16,13 @@ from staleflow.events import (
     Aborted,
     Admitted,
     Answered,
+    ClosedShort,
     Completed,
     Consumed,
     Dropped,
     Evaluated,
     Event,
+    Expired,
     Failed,
     Filtered,
     Finished,
@@ -34,6 +36,7 @@ from staleflow.events import (
     SyncBegan,
     Synced,
     TaskFetched,
+    Truncated,
 )
 from staleflow.explain.ledger_at import LedgerAt
 from staleflow.explain.reading import Recording, microseconds
@@ -111,6 +114,7 @@ class Timeline:
         self.queued_versions: Counter[int] = Counter()
         self.task_at_hand = False
         self.source_ended = False
+        self._max_attempts = recording.config.max_attempts
         self._requests: dict[str, _Request] = {}
 
     def apply(self, event: Event) -> None:
@@ -118,7 +122,7 @@ class Timeline:
         match event:
             case Requested() | Routed() | Answered() | Dropped():
                 self._apply_to_request(event)
-            case Admitted() | Finished() | Failed() | Completed() | Filtered() | Aborted():
+            case Admitted() | Finished() | Failed() | Completed() | Filtered() | Aborted() | Expired():
                 self._apply_to_group(event)
             case PhaseBegan() | Consumed() | Released() | Published():
                 self._apply_to_trainer(event)
@@ -131,7 +135,8 @@ class Timeline:
             case Synced(engine=engine, version=version):
                 self.engines[engine].version = version
                 self.engines[engine].pulls = None
-            case Evaluated() | Stalled():
+            case Truncated() | ClosedShort() | Evaluated() | Stalled():
+                # A member cut short is answered, a group closed short is completed.
                 pass
             case _:
                 assert_never(event)
@@ -152,7 +157,7 @@ class Timeline:
             case _:
                 assert_never(event)
 
-    def _apply_to_group(self, event: Admitted | Finished | Failed | Completed | Filtered | Aborted) -> None:
+    def _apply_to_group(self, event: Admitted | Finished | Failed | Completed | Filtered | Aborted | Expired) -> None:
         match event:
             case Admitted(group=group, version=version):
                 self.task_at_hand = False
@@ -161,10 +166,11 @@ class Timeline:
             case Finished(group=group, member=member):
                 self._move(group, member, None)
             case Failed(group=group, member=member, attempt=attempt):
-                self._move(group, member, Member(Activity.IN_ROLLOUT, event.t))
+                again = attempt + 1 < self._max_attempts
+                self._move(group, member, Member(Activity.IN_ROLLOUT, event.t) if again else None)
                 if group in self.groups:
                     self.groups[group].attempts[member] = attempt + 1
-            case Completed(group=group) | Filtered(group=group) | Aborted(group=group):
+            case Completed(group=group) | Filtered(group=group) | Aborted(group=group) | Expired(group=group):
                 for member in tuple(self.groups[group].unfinished) if group in self.groups else ():
                     self._move(group, member, None)
                 self.groups.pop(group, None)

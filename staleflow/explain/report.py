@@ -11,6 +11,8 @@ from staleflow.explain.explanation import EngineMoment, Explanation, Moment, Tra
 from staleflow.explain.timeline import NoTraining, TrainsBatch, WaitsForBatch
 
 LONGEST_WAITS = 5
+BLOCKERS = 10
+"""That many are printed."""
 
 
 def print_explanation(found: Explanation, console: Console) -> None:
@@ -72,17 +74,23 @@ def _trainer_lines(found: Moment) -> Iterator[str]:
         case WaitsForBatch(batch, since_s):
             why = "" if found.cause is None else f": {phrase(found.cause)}"
             yield f"the trainer waits for batch {batch} since {since_s:.2f} s{why}"
-            for blocker in found.blockers:
+            for blocker in found.blockers[:BLOCKERS]:
                 yield f"  {blocker}"
+            if len(found.blockers) > BLOCKERS:
+                yield f"  and for {_counted(len(found.blockers) - BLOCKERS, 'more running group')}"
             if found.missing_groups:
-                yield f"  batch {batch} waits for {found.missing_groups} more groups to be admitted"
+                yield f"  batch {batch} waits for {_counted(found.missing_groups, 'more group')} to be admitted"
         case _:
             assert_never(found.trainer)
 
 
 def _engine_line(engine: EngineMoment) -> str:
     pulls = "" if engine.pulls is None else f", and pulls version {engine.pulls}"
-    doing = f"runs {engine.running} requests"
+    doing = f"runs {_counted(engine.running, 'request')}"
     if engine.cause is not None:
         doing = f"has nothing to run since {engine.idle_since_s:.2f} s: {phrase(engine.cause)}"
     return f"(version {engine.version}{pulls}) {doing}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

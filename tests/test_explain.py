@@ -1,5 +1,6 @@
 """Runs built so that the answer is known by hand: who waited for what, and for how many seconds."""
 
+import asyncio
 from collections.abc import Sequence
 
 import msgspec
@@ -7,7 +8,7 @@ import pytest
 from explained import RANDOM, SlowTasks, TimedEngine, explained, near, slow_reward, straggler, trainer, turbulent
 from support import Scripted
 
-from staleflow import Config, ListTasks, StragglerPolicy, uniform_rewards
+from staleflow import LLM, Config, ListTasks, StragglerPolicy, uniform_rewards
 from staleflow.cli import main
 from staleflow.config import StragglerAction
 from staleflow.coordinator import Command, LeastLoad, Snapshot
@@ -245,6 +246,39 @@ def test_seconds_add_up_with_redundancy_and_straggler_policies(
     )
     engines = [ScriptedEngine(seed=n, token_s=0.02 * (n + 1), update_s=0.1, capacity=16) for n in range(2)]
     explained(scripted(config, engines=engines, rollout=turbulent, trainer=trainer(0.1)))
+
+
+def test_request_of_an_attempt_that_was_given_up_says_nothing_of_the_next(scripted: Scripted) -> None:
+    """The first attempt times out at 20 s and leaves a request behind until 25 s; the second is answered at 30 s."""
+
+    async def leaves_its_request(task: int, llm: LLM) -> float:
+        await asyncio.shield(asyncio.ensure_future(llm.generate([1], max_new_tokens=1)))
+        return 1.0
+
+    config = Config(steps=1, batch_size=1, group_size=1, rollout_timeout_s=20.0, max_failure_share=1.0)
+    engine = TimedEngine(lambda request: 25.0 if request.startswith("1.0.0.") else 10.0)
+    found = explained(scripted(config, rollout=leaves_its_request, engines=[engine], trainer=trainer(1.0)))
+    assert found.trainer.seconds == near({Cause.GENERATION: 30.0})
+
+
+def test_members_that_failed_for_good_are_not_waited_for(scripted: Scripted) -> None:
+    """Members 0 and 1 fail at 1 s and are not played again; member 2 is generated for 10 s."""
+    generated = 0
+
+    async def first_two_fail(task: int, llm: LLM) -> float:
+        nonlocal generated
+        await llm.generate([1], max_new_tokens=1)
+        generated += 1
+        if generated <= 2:
+            raise RuntimeError("the environment broke")
+        return 1.0
+
+    config = Config(
+        steps=1, batch_size=1, group_size=1, extra_members=2, max_attempts=1, max_failure_share=1.0, max_staleness=0
+    )
+    engine = TimedEngine(lambda request: 10.0 if request.startswith("1.2.") else 1.0)
+    found = explained(scripted(config, rollout=first_two_fail, engines=[engine], trainer=trainer(1.0)))
+    assert found.trainer.seconds == near({Cause.GENERATION: 10.0})
 
 
 def test_members_beyond_the_group_size_are_not_waited_for(scripted: Scripted) -> None:

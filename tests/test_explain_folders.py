@@ -81,7 +81,9 @@ def test_run_that_was_killed_is_explained_as_far_as_both_files_go(scripted: Scri
         found = explain(read_run(run.run_dir))
         assert found.until_s <= whole.until_s
         assert sum(found.trainer.seconds.values()) == pytest.approx(found.trainer.waited_s)
+        assert len(found.waits) <= len(whole.waits)
         for known, wait in zip(found.waits, whole.waits, strict=False):
+            assert all(seconds <= wait.seconds.get(cause, 0.0) + 1e-9 for cause, seconds in known.seconds.items())
             assert known == wait or (known.begin_s == wait.begin_s and known.waited_s <= wait.waited_s)
         begun += found.training_s > 0
     assert begun > 50

@@ -14,7 +14,7 @@ from typing import TypeVarTuple, Unpack
 import pytest
 import uvloop
 
-from staleflow import QueueStatistics, TrajectoryQueue
+from staleflow import QueueStatistics, TrajectoryQueue, _core
 from staleflow.errors import ConfigError, QueueClosed, QueueFull, SecondConsumerError
 from staleflow.testing import run_virtually
 
@@ -335,22 +335,37 @@ def test_errors_keep_their_item_when_pickled() -> None:
     assert (str(copy), copy.item) == ("the queue holds 1 items, its capacity; put this one later", "b")
 
 
-@pytest.mark.parametrize("first", ["import staleflow._core", ""])
-def test_second_interpreter_of_a_process_is_refused_clearly(first: str) -> None:
-    pytest.importorskip("_xxsubinterpreters")
-    program = f"""
+LOAD_THE_EXTENSION_ALONE = f"""
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+
+loader = ExtensionFileLoader("staleflow._core", {_core.__file__!r})
+loader.exec_module(module_from_spec(spec_from_loader("staleflow._core", loader)))
+"""
+
+LOAD_IN_TWO_OTHERS = f"""
 import _xxsubinterpreters as interpreters
-{first}
-attempts = []
+
 for _ in range(2):
     try:
-        interpreters.run_string(interpreters.create(), "import staleflow._core")
-        attempts.append("works")
+        interpreters.run_string(interpreters.create(), {LOAD_THE_EXTENSION_ALONE!r})
+        print("works")
     except interpreters.RunFailedError as error:
         assert "ImportError" in str(error) and "subinterpreters" in str(error), error
-        attempts.append("refused")
-print(*attempts)
+        print("refused")
 """
+
+
+@pytest.mark.parametrize(
+    ("program", "outcome"),
+    [
+        (LOAD_THE_EXTENSION_ALONE + LOAD_IN_TWO_OTHERS, ["refused", "refused"]),
+        (LOAD_IN_TWO_OTHERS, ["works", "refused"]),
+    ],
+    ids=["main first", "another first"],
+)
+def test_second_interpreter_of_a_process_is_refused_clearly(program: str, outcome: list[str]) -> None:
+    pytest.importorskip("_xxsubinterpreters")
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == (["refused", "refused"] if first else ["works", "refused"])
+    assert run.stdout.split() == outcome

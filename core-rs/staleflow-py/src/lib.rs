@@ -4,6 +4,7 @@
 
 mod errors;
 mod ids;
+mod interpreter;
 mod ledger;
 mod queue;
 
@@ -21,6 +22,7 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::interpreter::claim(module.py())?;
         module.add("RefusalReason", crate::ledger::refusal_reasons(module.py())?)
     }
 }

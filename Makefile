@@ -36,8 +36,10 @@ demo: setup ## train the arithmetic model; options in ARGS, e.g. make demo ARGS=
 
 test: lint test-rust test-python ## every check and every test
 
-test-rust: ## tests of the Rust core
+test-rust: ## tests of the Rust core, and the models of its queue
 	cargo test --workspace --exclude staleflow-py --quiet
+	@# The queue's models have a target folder of their own: other flags would rebuild everything, each time.
+	RUSTFLAGS="--cfg loom" cargo test --package staleflow-core --test queue_loom --release --target-dir target/loom --quiet
 
 test-python: setup ## tests of the Python package; options in ARGS, e.g. make test-python ARGS="-k ledger"
 	$(BIN)/pytest $(ARGS)

@@ -257,7 +257,7 @@ class TwinLedger:
     def _settle(self, group: int, found: _Group) -> None:
         """File a group as complete. Its version rises only if all members reported: a silent one may be older."""
         del self._due[found.version + self.max_staleness].running[group]
-        if found.oldest is not None and True:
+        if found.oldest is not None and not found.silent:
             found.version = found.oldest
         heappush(self._due_at(found.version + self.max_staleness).complete, group)
 

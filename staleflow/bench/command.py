@@ -77,11 +77,13 @@ def measure(plan: Plan, *, benches: Sequence[str], notes: Sequence[str], console
     )
     with Progress(*columns, console=console) as progress:
         for name, (measured, total) in parts.items():
+            _say(console, f"measuring {name}")
             task = progress.add_task(name, total=total, now="")
             for some in measured:
                 figures += some
                 progress.advance(task)
         for bench in benches:
+            _say(console, f"running cargo bench {bench}")
             task = progress.add_task(f"cargo bench {bench}", total=None, now="")
             try:
                 figures += rust.measure(bench, plan.cells, partial(_show, progress, task))
@@ -109,6 +111,12 @@ def write(result: Result, out: Path, console: Console) -> None:
     if plot.is_possible():
         plot.write(result, out / "bench.png")
     console.print(f"Written to {out}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _say(console: Console, what: str) -> None:
+    """Where there is no terminal, the progress bars are drawn only at the end."""
+    if not console.is_terminal:
+        console.print(what, highlight=False)
 
 
 def _show(progress: Progress, task: TaskID, line: str) -> None:

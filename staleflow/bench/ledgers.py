@@ -36,6 +36,7 @@ class World:
     def __init__(self, kind: type[StalenessLedger] | type[TwinLedger], cell: Cell, group_size: int) -> None:
         self.ledger: Ledger = kind(batch_size=cell.batch_size, max_staleness=cell.max_staleness, group_size=group_size)
         self.batch_size = cell.batch_size
+        self.is_full = cell.live == cell.max_staleness * cell.batch_size
         self.oldest = 1
         self.ledger.admit_many(0, cell.live)
         for _ in range(cell.max_staleness + 1):
@@ -69,19 +70,24 @@ def bulk(world: World) -> Spent:
 
 
 def single(world: World) -> Spent:
-    """One batch, with two calls for each of its groups."""
+    """One batch, with two calls for each of its groups. If it fills the ledger, as many more ask in vain."""
     ledger, due, version = world.ledger, world.take_due(), world.ledger.published
     start = perf_counter_ns()
     for _ in due:
         ledger.admit(version)
     admitted = perf_counter_ns()
+    if world.is_full:
+        for _ in due:
+            ledger.admit(version)
+    refused = perf_counter_ns()
     for group in due:
         ledger.complete(group)
     completed = perf_counter_ns()
     ledger.consume()
     ledger.publish(version + 1)
     published = perf_counter_ns()
-    return {"admit": admitted - start, "complete": completed - admitted, "life": published - start}
+    life = {"admit": admitted - start, "complete": completed - refused, "life": published - refused + admitted - start}
+    return life | {"refused admit": refused - admitted} if world.is_full else life
 
 
 def members(world: World) -> Spent:

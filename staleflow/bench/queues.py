@@ -1,8 +1,8 @@
 """What a queue from threads to one coroutine costs, per item and per wake-up, beside the two of the standard library.
 
 Each queue is used in the way that is right across threads: ``asyncio.Queue`` is fed by ``call_soon_threadsafe``, and
-``queue.Queue`` is waited for in a thread. All hand over up to ``MAX_ITEMS`` at once, on the kind of loop that
-:func:`staleflow.run` uses. Only ``TrajectoryQueue`` puts first what is due first.
+``queue.Queue`` is waited for in an executor's thread. All hand over up to ``MAX_ITEMS`` at once, on the kind of loop
+that :func:`staleflow.run` uses. Only ``TrajectoryQueue`` puts first what is due first.
 """
 
 import asyncio
@@ -60,9 +60,10 @@ def asyncio_queue(capacity: int) -> Face:
 def thread_queue(capacity: int) -> Face:
     """The one for threads, which no coroutine may wait for."""
     theirs = queue.Queue[Any](capacity)
+    loop = asyncio.get_running_loop()
 
     async def get() -> list[Any]:
-        items = [await asyncio.to_thread(theirs.get)]
+        items = [await loop.run_in_executor(None, theirs.get)]
         while len(items) < MAX_ITEMS and not theirs.empty():
             items.append(theirs.get_nowait())
         return items

@@ -42,7 +42,8 @@ def lives(result: Result) -> Sheet:
         title="A group's whole life in the ledger, ns",
         note="Admitted, completed, its share of consume and publish, while `live` others run. bulk: `admit_many` and "
         "`complete_many`. single: a call each. members: 8 members, each started and finished by a call (16 calls and "
-        "the share). Rust: the core alone. Python: `staleflow.StalenessLedger`. twin: the same law in plain Python.",
+        "the share; an eighth of it is a trajectory's). Rust: the core alone. Python: `staleflow.StalenessLedger`. "
+        "twin: the same law in plain Python.",
         header=["B", "eta", "live", *(f"{life} {contestant}" for life, contestant in columns)],
         names=0,
         rows=[
@@ -93,7 +94,7 @@ def queues(result: Result) -> Sheet:
         title="Queues, ns per item",
         note="put, take: one thread, nobody waits. transfer: from so many threads to one asyncio consumer (Rust: to a "
         "thread), from the first put to the last item taken. asyncio.Queue is fed by `call_soon_threadsafe`, "
-        "queue.Queue emptied from `asyncio.to_thread`: that is what makes each of them right here.",
+        "queue.Queue emptied from `run_in_executor`: that is what makes each of them right here.",
         row=lambda figure: (
             f"{figure.work}, {figure.setting['producers']} to 1" if figure.step == "item" else figure.step
         ),
@@ -115,8 +116,8 @@ def trajectories(result: Result) -> Sheet:
     return _by_contestant(
         _select(result, "pipeline"),
         title="A trajectory's whole life in the pipeline, ns",
-        note="Scripted engine and trainer on the virtual clock: the controller's own processor time, tokens one by "
-        "one. bare tasks: an asyncio task per trajectory that sleeps as often.",
+        note="Scripted engine and trainer on the virtual clock: nobody really waits, so it is all the controller's "
+        "work, token by token. bare tasks: an asyncio task per trajectory that sleeps as often.",
         row=lambda figure: figure.work,
     )
 

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "staleflow").rglob("*.py"))
 FOUNDATIONS = {"clock", "errors", "types"}
-STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_folder", "view", "process"}
+STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_folder", "view", "process", "queue"}
 COMMANDS = {"__main__", "cli", "bench"}
 RUN_IN_CHILDREN = {"engines/embedded_server.py", "trainer/learner.py", "trainer/local_server.py", "trainer/losses.py"}
 

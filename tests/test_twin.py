@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow._core import Lease, Refusal, StalenessLedger
@@ -134,6 +134,7 @@ def state(ledger: Ledger) -> dict[str, Any]:
     }
 
 
+@settings(deadline=None)
 @given(
     sizes=st.fixed_dictionaries(
         {"batch_size": st.integers(1, 4), "max_staleness": st.integers(0, 4), "group_size": st.integers(1, 3)}

@@ -16,6 +16,7 @@ from staleflow.bench.plan import FULL, QUICK, Plan
 from staleflow.bench.result import FORMAT, Figure, Result, commit, this_machine, today, versions
 from staleflow.errors import RunFolderError
 
+WIDTH = 130
 LINE = 60
 """Characters of what cargo says that are shown."""
 
@@ -26,7 +27,7 @@ def add_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
         "bench",
         help="measure what the core costs on this machine",
         description="Measures what ledger, queue and pipeline cost on this machine, beside baselines in the same run. "
-        "Takes about ten minutes; close what else would run meanwhile.",
+        "Takes about ten minutes, building included; nothing else should run meanwhile.",
     )
     parser.add_argument(
         "--out",
@@ -37,7 +38,7 @@ def add_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="fewer sizes and samples: under two minutes, to see whether it works here; not for comparing",
+        help="fewer sizes and samples, to see whether it works here; not for comparing machines",
     )
     parser.set_defaults(run=run)
 
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     for note in notes:
         progress.print(note, highlight=False, markup=False, soft_wrap=True)
     plan, benches = QUICK if arguments.quick else FULL, rust.benches() if why_no_rust is None else []
-    write(measure(plan, benches=benches, notes=notes, console=progress), out, Console())
+    write(measure(plan, benches=benches, notes=notes, console=progress), out, _wide_console())
     return 0
 
 
@@ -111,6 +112,12 @@ def write(result: Result, out: Path, console: Console) -> None:
     if plot.is_possible():
         plot.write(result, out / "bench.png")
     console.print(f"Written to {out}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _wide_console() -> Console:
+    """Standard output; where that is no terminal, wide enough for every table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
 
 
 def _say(console: Console, what: str) -> None:

@@ -32,7 +32,9 @@ def write(result: Result, path: Path) -> None:
     labels = [" / ".join(f"{size:,}" for size in cell) for cell in cells]
     ledger.set_xticks(range(len(cells)), labels, rotation=90, fontsize=7)
     ledger.set(yscale="log", ylabel="ns per group", xlabel="B / eta / live", title="A group's life in the ledger")
-    ledger.legend(fontsize=7, ncols=3)
+    # Room for the legend above the points.
+    ledger.set_ylim(top=ledger.get_ylim()[1] * 3)
+    ledger.legend(fontsize=7, ncols=3, loc="upper left")
 
     transfers = [figure for figure in result.figures if figure.part == "queue" and figure.work == "transfer"]
     for contestant in dict.fromkeys(figure.contestant for figure in transfers):

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -125,11 +126,14 @@ def trajectories(result: Result) -> Sheet:
 def print_tables(result: Result, console: Console) -> None:
     """Print everything."""
     for sheet in sheets(result):
-        table = Table(title=sheet.title, caption=sheet.note, caption_justify="left")
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for index, name in enumerate(sheet.header):
-            table.add_column(name, justify="left" if index < sheet.names else "right")
+            column = name if index < sheet.names else name.replace(" ", "\n", 1)
+            table.add_column(column, justify="left" if index < sheet.names else "right", overflow="fold")
         for row in sheet.rows:
             table.add_row(*row)
+        console.print(sheet.title, style="bold", highlight=False, markup=False)
+        console.print(sheet.note, highlight=False, markup=False)
         console.print(table)
     for line in (*result.notes, result.summary):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """What the controller costs per trajectory, beside the least that asyncio could cost for the same waiting.
 
-Both sides run on the virtual clock, so nothing but their own processor time is measured: the pipeline with scripted
-parts, against one bare asyncio task per trajectory that sleeps for the same tokens.
+Both sides run on the virtual clock, so nobody really waits and only their own work is measured: the pipeline with
+scripted parts, against one bare asyncio task per trajectory that sleeps for the same tokens.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The direction of dependencies: types, errors, clock <- stages <- pipeline <- examples."""
+"""The direction of dependencies: types, errors, clock <- stages <- pipeline <- commands and examples."""
 
 import ast
 import tomllib
@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "staleflow").rglob("*.py"))
 FOUNDATIONS = {"clock", "errors", "types"}
 STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_folder", "view", "process", "queue"}
+COMMANDS = {"__main__", "cli", "bench"}
 RUN_IN_CHILDREN = {"engines/embedded_server.py", "trainer/learner.py", "trainer/local_server.py", "trainer/losses.py"}
 
 
@@ -42,6 +43,18 @@ def test_stages_meet_only_in_types_and_base(module: Path) -> None:
 def test_only_the_face_of_the_package_knows_the_pipeline(module: Path) -> None:
     if name_of(module) not in {"__init__.py", "runner.py"}:
         assert "pipeline" not in own_imports(module)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_only_commands_know_commands(module: Path) -> None:
+    if Path(name_of(module)).parts[0].removesuffix(".py") not in COMMANDS:
+        assert not {name.split(".")[0] for name in own_imports(module)} & COMMANDS
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_matplotlib_is_imported_only_where_a_plot_is_drawn(module: Path) -> None:
+    heavy = {name.split(".")[0] for name in imports(module, top_level_only=True)}
+    assert "matplotlib" not in heavy
 
 
 @pytest.mark.parametrize("module", MODULES, ids=name_of)

@@ -1,0 +1,30 @@
+"""The command ``staleflow``: each subcommand is a module that adds itself to the parser."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from staleflow.bench import command as bench
+from staleflow.errors import StaleflowError
+
+COMMANDS = (bench,)
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the subcommand that the arguments name; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="staleflow", description="Asynchronous RL post-training of language models inside a hard staleness bound."
+    )
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_command(subparsers)
+    parsed = parser.parse_args(arguments)
+    try:
+        exit_code: int = parsed.run(parsed)
+    except StaleflowError as error:
+        print(f"staleflow: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return exit_code

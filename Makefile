@@ -22,7 +22,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
 	@# The extension first: a toolchain that cannot build it should say so before gigabytes are fetched.
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
-	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable ".[torch]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable ".[torch,bench]"
 	@touch $(INSTALLED) $(EXTENSION)
 
 $(EXTENSION): $(INSTALLED) $(RUST_SOURCES)
@@ -36,8 +36,10 @@ demo: setup ## train the arithmetic model; options in ARGS, e.g. make demo ARGS=
 
 test: lint test-rust test-python ## every check and every test
 
-test-rust: ## tests of the Rust core
+test-rust: ## tests of the Rust core, and the models of its queue
 	cargo test --workspace --exclude staleflow-py --quiet
+	@# The queue's models have a target folder of their own: other flags would rebuild everything, each time.
+	RUSTFLAGS="--cfg loom" cargo test --package staleflow-core --test queue_loom --release --target-dir target/loom --quiet
 
 test-python: setup ## tests of the Python package; options in ARGS, e.g. make test-python ARGS="-k ledger"
 	$(BIN)/pytest $(ARGS)
@@ -56,8 +58,8 @@ format: setup ## format all sources
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup ## overhead of the controller, as ratios against baselines of the same run
-	$(BIN)/python benches/overhead.py
+bench: setup ## what the core costs here, beside baselines of the same run; options in ARGS, e.g. make bench ARGS=--quick
+	$(BIN)/staleflow bench $(ARGS)
 
 docs: setup ## API documentation, Python in target/docs, Rust in target/doc
 	$(BIN)/pdoc --output-directory target/docs staleflow

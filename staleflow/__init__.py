@@ -3,10 +3,11 @@
 Importing it imports neither torch nor transformers: those run in child processes.
 """
 
-from staleflow._core import Lease, LedgerStatistics, Refusal, RefusalReason, StalenessLedger
+from staleflow._core import Lease, LedgerStatistics, QueueStatistics, Refusal, RefusalReason, StalenessLedger
 from staleflow.config import Config, StragglerPolicy
 from staleflow.engines.embedded import EmbeddedEngine
 from staleflow.pipeline import Pipeline
+from staleflow.queue import TrajectoryQueue
 from staleflow.rollout import LLM, Completion
 from staleflow.rollouts import uniform_rewards
 from staleflow.runner import run
@@ -27,6 +28,7 @@ __all__ = [
     "LocalTrainer",
     "Pipeline",
     "PipelineStatistics",
+    "QueueStatistics",
     "Refusal",
     "RefusalReason",
     "Report",
@@ -36,6 +38,7 @@ __all__ = [
     "Task",
     "TaskSource",
     "Trajectory",
+    "TrajectoryQueue",
     "read_jsonl",
     "run",
     "uniform_rewards",

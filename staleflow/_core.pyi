@@ -1,15 +1,30 @@
-"""The staleness ledger, implemented in Rust.
+"""The staleness ledger and the trajectory queue, implemented in Rust.
 
 Versions, batches, ids and counts are plain integers. An integer that no version, batch or id can equal, such
 as a negative or an astronomical one, raises the same error as any other wrong one, never ``OverflowError``. A
-call that raises leaves the ledger as it was.
+call that raises leaves the ledger or the queue as it was.
 """
 
 import enum
-from collections.abc import Sequence
-from typing import Literal, final
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Sequence
+from types import GenericAlias
+from typing import Any, Generic, Literal, TypeVar, final
 
-__all__ = ["Lease", "LedgerReplay", "LedgerStatistics", "Refusal", "RefusalReason", "StalenessLedger"]
+from typing_extensions import disjoint_base
+
+__all__ = [
+    "DeadlineQueue",
+    "Lease",
+    "LedgerReplay",
+    "LedgerStatistics",
+    "QueueStatistics",
+    "Refusal",
+    "RefusalReason",
+    "StalenessLedger",
+]
+
+_Item = TypeVar("_Item")
 
 class RefusalReason(enum.Enum):
     """Why a legal request cannot be granted now."""
@@ -358,3 +373,80 @@ class LedgerReplay:
         """The ledger at the moment reached so far; at first, as it was when the journal was started."""
     def __iter__(self) -> LedgerReplay: ...
     def __next__(self) -> tuple[float, StalenessLedger]: ...
+
+@final
+class QueueStatistics:
+    """What went through a queue, at one instant. Frozen.
+
+    Accounting law: ``put == taken + held``.
+    """
+
+    @property
+    def put(self) -> int:
+        """Items ever accepted."""
+    @property
+    def taken(self) -> int:
+        """Items that the consumer took."""
+    @property
+    def held(self) -> int:
+        """Items in the queue."""
+    @property
+    def refused(self) -> int:
+        """Items given back because the queue was full."""
+    @property
+    def wakes(self) -> int:
+        """Times that a waiting consumer was woken."""
+    @property
+    def high_water(self) -> int:
+        """The most items that were ever held at one time."""
+    def __eq__(self, other: object, /) -> bool: ...
+    __hash__: None  # type: ignore[assignment]
+
+@disjoint_base
+class DeadlineQueue(Generic[_Item]):
+    """What `staleflow.TrajectoryQueue` does without an event loop. All of it may be called from any thread."""
+
+    def __new__(cls, capacity: int) -> DeadlineQueue[_Item]:
+        """Make an empty queue.
+
+        Args:
+            capacity: the most items that it holds, 1 to 4294967295.
+
+        Raises:
+            ConfigError: the capacity is out of range.
+        """
+    @classmethod
+    def __class_getitem__(cls, key: Any) -> GenericAlias: ...
+    @property
+    def capacity(self) -> int:
+        """The most items that it holds."""
+    @property
+    def closed(self) -> bool:
+        """Whether it accepts no item any more."""
+    def __len__(self) -> int:
+        """Count the items held."""
+    def try_put(self, item: _Item, deadline: int = 0) -> None:
+        """Put an item, from any thread, and wake the consumer if it waits. Never blocks, never drops anything.
+
+        Args:
+            item: any object.
+            deadline: the last batch that it may be part of; what is due first leaves first.
+
+        Raises:
+            QueueFull: ``capacity`` items are held. The error's ``item`` is the one that was not put.
+            QueueClosed: the queue was closed. Likewise.
+            ConfigError: the deadline can be no batch.
+        """
+    def close(self) -> None:
+        """End the queue, from any thread: nothing can be put, and the consumer is told after the last item."""
+    def statistics(self) -> QueueStatistics:
+        """Count what went through."""
+    def _take(self, max_items: int, event_loop: AbstractEventLoop, wake: Callable[[], object]) -> list[_Item] | None:
+        """Take up to ``max_items``. If there are none, return None and have the loop call ``wake``, once, on news.
+
+        Raises:
+            QueueClosed: the queue was closed and the last item was taken.
+            ConfigError: ``max_items`` is not positive.
+        """
+    def _stop_waiting(self) -> None:
+        """Forget whom to wake."""

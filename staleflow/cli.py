@@ -4,10 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from staleflow.bench import command as bench
 from staleflow.errors import StaleflowError
 from staleflow.explain import command as explain
 
-COMMANDS = (explain,)
+COMMANDS = (bench, explain)
 INTERRUPTED = 130
 
 

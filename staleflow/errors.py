@@ -17,6 +17,10 @@
     │   ├── NotReadyError           the next batch cannot be consumed yet
     │   ├── VersionOrderError       a version that goes backwards or comes from the future
     │   └── SnapshotError           bytes that are no snapshot or journal, or a damaged one
+    ├── QueueError              the trajectory queue cannot do this now; nothing in it is lost
+    │   ├── QueueFull               it holds as many items as it may; gives the item back
+    │   ├── QueueClosed             it was closed; gives the item back, if there is one
+    │   └── SecondConsumerError     another consumer is at it
     ├── ChildError              a child process died, hung or broke its protocol
     │   ├── EngineError             ... and it was an engine
     │   └── TrainerError            ... and it was the trainer
@@ -82,6 +86,30 @@ class VersionOrderError(LedgerError):
 
 class SnapshotError(LedgerError):
     """The bytes are not a ledger's snapshot or journal, are of another format version, or are damaged."""
+
+
+class QueueError(StaleflowError):
+    """The trajectory queue cannot do this now. Nothing that it holds is lost."""
+
+
+class QueueFull(QueueError):  # noqa: N818 - a state to act upon, named as asyncio and queue name it
+    """The queue holds as many items as it may; ``item`` is the one that was not put."""
+
+    def __init__(self, message: str, item: object = None) -> None:
+        super().__init__(message)
+        self.item = item
+
+
+class QueueClosed(QueueError):  # noqa: N818 - likewise
+    """The queue was closed: nothing can be put, or nothing more will come. ``item`` is the one that was not put."""
+
+    def __init__(self, message: str, item: object = None) -> None:
+        super().__init__(message)
+        self.item = item
+
+
+class SecondConsumerError(QueueError):
+    """A queue has one consumer at a time, and its ``get_batch`` has not returned yet."""
 
 
 class ChildError(StaleflowError):

@@ -32,7 +32,7 @@ def run(pipeline: Pipeline[TaskData]) -> Report:
     gc.collect()
     gc.freeze()
     # Not a context manager: leaving it would wait without limit for every task and thread that is left.
-    runner = asyncio.Runner(loop_factory=_loop_factory())
+    runner = asyncio.Runner(loop_factory=loop_factory())
     signals: list[int] = []
     threads = set(threading.enumerate())
     try:
@@ -93,7 +93,8 @@ async def _bounded(pipeline: Pipeline[TaskData], signals: list[int]) -> Report:
                 logger.warning("abandoned a task that ignores its cancellation: %r", task)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """How :func:`run` makes its event loop; None stands for asyncio's own way."""
     try:
         import uvloop
     except ImportError:

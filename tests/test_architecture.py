@@ -1,4 +1,4 @@
-"""The direction of dependencies: types, errors, clock <- stages <- pipeline <- examples."""
+"""The direction of dependencies: types, errors, clock <- stages <- pipeline <- commands and examples."""
 
 import ast
 import tomllib
@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "staleflow").rglob("*.py"))
 FOUNDATIONS = {"clock", "errors", "types"}
-STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_folder", "view", "process"}
+STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_folder", "view", "process", "queue"}
+COMMANDS = {"__main__", "cli", "bench", "explain"}
 RUN_IN_CHILDREN = {"engines/embedded_server.py", "trainer/learner.py", "trainer/local_server.py", "trainer/losses.py"}
 
 
@@ -51,8 +52,18 @@ def test_explain_knows_what_a_run_has_left_and_no_part_of_it(module: Path) -> No
     if name_of(module).startswith("explain/"):
         others = {name for name in own_imports(module) if name.split(".")[0] != "explain"}
         assert others <= {"_core", "blockers", "config", "errors", "events"}
-    elif name_of(module) not in {"cli.py", "__main__.py"}:
-        assert not {name for name in own_imports(module) if name.split(".")[0] in {"explain", "cli"}}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_only_commands_know_commands(module: Path) -> None:
+    if Path(name_of(module)).parts[0].removesuffix(".py") not in COMMANDS:
+        assert not {name.split(".")[0] for name in own_imports(module)} & COMMANDS
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_matplotlib_is_imported_only_where_a_plot_is_drawn(module: Path) -> None:
+    heavy = {name.split(".")[0] for name in imports(module, top_level_only=True)}
+    assert "matplotlib" not in heavy
 
 
 @pytest.mark.parametrize("module", MODULES, ids=name_of)

@@ -7,3 +7,4 @@
 pub mod error;
 pub mod ids;
 pub mod ledger;
+pub mod queue;

@@ -1,5 +1,6 @@
 //! The only place where an error of the core becomes a Python exception.
 
+use pyo3::PyErrArguments;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
@@ -14,13 +15,24 @@ pub(crate) enum ErrorClass {
     NotReady,
     VersionOrder,
     Snapshot,
+    QueueFull,
+    QueueClosed,
 }
 
 impl ErrorClass {
     /// The exception with this message.
     pub(crate) fn error(self, message: String) -> PyErr {
+        self.called_with((message,))
+    }
+
+    /// The exception with this message, which gives back what was in hand.
+    pub(crate) fn error_with(self, message: String, item: Py<PyAny>) -> PyErr {
+        self.called_with((message, item))
+    }
+
+    fn called_with(self, arguments: impl PyErrArguments + 'static) -> PyErr {
         Python::attach(|py| match self.class(py) {
-            Ok(class) => PyErr::from_type(class.clone(), (message,)),
+            Ok(class) => PyErr::from_type(class.clone(), arguments),
             Err(import_failure) => import_failure,
         })
     }
@@ -33,6 +45,8 @@ impl ErrorClass {
         static NOT_READY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         static VERSION_ORDER: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         static SNAPSHOT: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        static QUEUE_FULL: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        static QUEUE_CLOSED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
         let (class, name) = match self {
             Self::Config => (&CONFIG, "ConfigError"),
@@ -41,6 +55,8 @@ impl ErrorClass {
             Self::NotReady => (&NOT_READY, "NotReadyError"),
             Self::VersionOrder => (&VERSION_ORDER, "VersionOrderError"),
             Self::Snapshot => (&SNAPSHOT, "SnapshotError"),
+            Self::QueueFull => (&QUEUE_FULL, "QueueFull"),
+            Self::QueueClosed => (&QUEUE_CLOSED, "QueueClosed"),
         };
         class.import(py, "staleflow.errors", name)
     }

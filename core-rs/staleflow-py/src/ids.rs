@@ -1,5 +1,7 @@
 //! Python integers as the core's ids. One that no id can equal raises the error of an id that does not exist.
 
+use std::num::{NonZeroU32, NonZeroUsize};
+
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use staleflow_core::ids::{Batch, GroupId, Version};
@@ -23,6 +25,15 @@ pub(crate) struct AttemptArgument(pub(crate) u64);
 
 /// A number of groups asked for. More than any ledger holds counts as the largest number there is.
 pub(crate) struct CountArgument(pub(crate) u64);
+
+/// The batch that an item is due for; 0 if nobody says.
+pub(crate) struct DeadlineArgument(pub(crate) Batch);
+
+/// How many items a queue may hold.
+pub(crate) struct CapacityArgument(pub(crate) NonZeroU32);
+
+/// How many items to take at most. More than any queue holds counts as the largest number there is.
+pub(crate) struct MaxItemsArgument(pub(crate) NonZeroUsize);
 
 /// A Python integer that may not fit the machine's.
 pub(crate) enum Integer<T> {
@@ -117,6 +128,54 @@ impl FromPyObject<'_, '_> for CountArgument {
                 Err(ErrorClass::Config.error(format!("n = {digits} is not allowed: 0 groups or more")))
             }
             Integer::TooWide(_) => Ok(Self(u64::MAX)),
+        }
+    }
+}
+
+impl Default for DeadlineArgument {
+    fn default() -> Self {
+        Self(Batch(0))
+    }
+}
+
+impl FromPyObject<'_, '_> for DeadlineArgument {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        let deadline = object.extract::<Integer<u64>>()?;
+        deadline
+            .or_raise(ErrorClass::Config, |digits| {
+                format!("deadline = {digits} is not allowed: 0 to {}", u64::MAX)
+            })
+            .map(|deadline| Self(Batch(deadline)))
+    }
+}
+
+impl FromPyObject<'_, '_> for CapacityArgument {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        let reject = |digits: String| format!("capacity = {digits} is not allowed: 1 to {}", u32::MAX);
+        let capacity = object.extract::<Integer<u32>>()?.or_raise(ErrorClass::Config, reject)?;
+        let capacity =
+            NonZeroU32::new(capacity).ok_or_else(|| ErrorClass::Config.error(reject("0".to_owned())))?;
+        Ok(Self(capacity))
+    }
+}
+
+impl FromPyObject<'_, '_> for MaxItemsArgument {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        let reject = |digits| {
+            Err(ErrorClass::Config.error(format!("max_items = {digits} is not allowed: 1 item or more")))
+        };
+        match object.extract::<Integer<usize>>()? {
+            Integer::Fits(items) => {
+                NonZeroUsize::new(items).map_or_else(|| reject("0".to_owned()), |items| Ok(Self(items)))
+            }
+            Integer::TooWide(digits) if object.lt(0)? => reject(digits),
+            Integer::TooWide(_) => Ok(Self(NonZeroUsize::MAX)),
         }
     }
 }

@@ -4,20 +4,25 @@
 
 mod errors;
 mod ids;
+mod interpreter;
 mod ledger;
+mod queue;
 
 use pyo3::prelude::*;
 
-/// The staleness ledger, implemented in Rust.
+/// The staleness ledger and the trajectory queue, implemented in Rust.
 #[pymodule]
 mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
     use crate::ledger::{Lease, LedgerReplay, LedgerStatistics, Refusal, StalenessLedger};
+    #[pymodule_export]
+    use crate::queue::{DeadlineQueue, QueueStatistics};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::interpreter::claim(module.py())?;
         module.add("RefusalReason", crate::ledger::refusal_reasons(module.py())?)
     }
 }

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from staleflow.bench import command as bench
 from staleflow.errors import StaleflowError
+from staleflow.explain import command as explain
 
-COMMANDS = (bench,)
+COMMANDS = (bench, explain)
 INTERRUPTED = 130
 
 

@@ -24,7 +24,7 @@
     ├── ChildError              a child process died, hung or broke its protocol
     │   ├── EngineError             ... and it was an engine
     │   └── TrainerError            ... and it was the trainer
-    └── RunFolderError          the run folder cannot be created or written
+    └── RunFolderError          the run folder cannot be created, written or read
 """
 
 
@@ -125,4 +125,4 @@ class TrainerError(ChildError):
 
 
 class RunFolderError(StaleflowError):
-    """The run folder cannot be created or written."""
+    """The run folder cannot be created, written or read."""

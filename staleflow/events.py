@@ -39,7 +39,7 @@ class Admitted(msgspec.Struct, tag="admitted", tag_field="event", frozen=True):
 
 class Requested(msgspec.Struct, tag="requested", tag_field="event", frozen=True):
     """A rollout asked for tokens; the request waits for an engine. Its id is group, member, attempt and a count, with
-    dots between; the group of an evaluation is 0."""
+    dots between. The group of an evaluation is 0, and its attempt the version evaluated."""
 
     t: float
     request: str
@@ -158,6 +158,12 @@ class Published(msgspec.Struct, tag="published", tag_field="event", frozen=True)
     version: int
 
 
+class Stalled(msgspec.Struct, tag="stalled", tag_field="event", frozen=True):
+    """No step has come for a while; that is all, and tells how far the log goes."""
+
+    t: float
+
+
 class SyncBegan(msgspec.Struct, tag="sync_began", tag_field="event", frozen=True):
     """An engine was told to pull ``version``."""
 
@@ -205,6 +211,7 @@ Event: TypeAlias = (
     | Consumed
     | Released
     | Published
+    | Stalled
     | SyncBegan
     | Synced
     | Evaluated

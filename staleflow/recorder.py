@@ -51,6 +51,11 @@ class Recorder:
         """Write down how the ledger has changed since this was called last."""
         self._folder.journal(self._ledger.take_journal())
 
+    def flush(self) -> None:
+        """Bring the run folder up to date on disk."""
+        self.keep_journal()
+        self._folder.flush()
+
     def training_begins(self) -> None:
         """From now on, waiting counts."""
         self._training_since_s = clock.now()
@@ -79,8 +84,8 @@ class Recorder:
         )
         self._rollout_wait_before_s = rollout_wait_s
         self._recent.add(record)
-        self.keep_journal()
         self._folder.metrics(record)
+        self.flush()
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """The held-out tasks have been played."""

@@ -31,6 +31,7 @@ from staleflow.events import (
     Requested,
     Routed,
     SourceEnded,
+    Stalled,
     SyncBegan,
     Synced,
     TaskFetched,
@@ -123,6 +124,8 @@ class Rollouts(Generic[TaskData]):
             published = self._ledger.published
             await asyncio.sleep(STALL_WARNING_S)
             if self._ledger.published == published and self.admitting:
+                self._recorder.event(Stalled(self._recorder.t()))
+                self._recorder.flush()
                 ledger = self._ledger.statistics()
                 source = "has no more" if self._exhausted else "is awaited"
                 logger.warning(

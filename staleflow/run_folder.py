@@ -62,8 +62,11 @@ class RunFolder:
         self._write(self._journal, changes)
 
     def metrics(self, record: msgspec.Struct) -> None:
-        """Append to the metrics and bring all files up to date on disk."""
+        """Append to the metrics."""
         self._append(self._metrics, record)
+
+    def flush(self) -> None:
+        """Bring all files up to date on disk."""
         with self._writing(self.path):
             self._events.flush()
             self._journal.flush()

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "staleflow").rglob("*.py"))
 FOUNDATIONS = {"clock", "errors", "types"}
 STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_folder", "view", "process", "queue"}
-COMMANDS = {"__main__", "cli", "bench"}
+COMMANDS = {"__main__", "cli", "bench", "explain"}
 RUN_IN_CHILDREN = {"engines/embedded_server.py", "trainer/learner.py", "trainer/local_server.py", "trainer/losses.py"}
 
 
@@ -43,6 +43,15 @@ def test_stages_meet_only_in_types_and_base(module: Path) -> None:
 def test_only_the_face_of_the_package_knows_the_pipeline(module: Path) -> None:
     if name_of(module) not in {"__init__.py", "runner.py"}:
         assert "pipeline" not in own_imports(module)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_explain_knows_what_a_run_has_left_and_no_part_of_it(module: Path) -> None:
+    if name_of(module) == "blockers.py":
+        assert own_imports(module) == set()
+    if name_of(module).startswith("explain/"):
+        others = {name for name in own_imports(module) if name.split(".")[0] != "explain"}
+        assert others <= {"_core", "blockers", "config", "errors", "events"}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=name_of)

@@ -4,12 +4,13 @@ Importing it imports neither torch nor transformers: those run in child processe
 """
 
 from staleflow._core import Lease, LedgerStatistics, QueueStatistics, Refusal, RefusalReason, StalenessLedger
+from staleflow.blockers import Blocker
 from staleflow.config import Config, StragglerPolicy
 from staleflow.engines.embedded import EmbeddedEngine
+from staleflow.members import uniform_rewards
 from staleflow.pipeline import Pipeline
 from staleflow.queue import TrajectoryQueue
 from staleflow.rollout import LLM, Completion
-from staleflow.rollouts import uniform_rewards
 from staleflow.runner import run
 from staleflow.statistics import Accounting, PipelineStatistics, Report
 from staleflow.tasks import ListTasks, TaskSource, read_jsonl
@@ -19,6 +20,7 @@ from staleflow.types import Segment, Task, Trajectory
 __all__ = [
     "LLM",
     "Accounting",
+    "Blocker",
     "Completion",
     "Config",
     "EmbeddedEngine",

@@ -25,7 +25,8 @@ class _Slot:
         self.engine = engine
         self.version = 0
         self.health = Health.HEALTHY
-        self.requests: set[str] = set()
+        self.requests: dict[str, float] = {}
+        """Those that it has not answered, and since when it has them."""
 
     @property
     def running(self) -> int:
@@ -90,7 +91,7 @@ class Fleet:
         """Give a waiting request its engine; False when it no longer waits."""
         if not self._store.route(request_id, engine):
             return False
-        self._slots[engine].requests.add(request_id)
+        self._slots[engine].requests[request_id] = clock.now()
         self.load.started()
         return True
 
@@ -107,21 +108,23 @@ class Fleet:
         finally:
             self._store.forget(request.request_id)
             if chosen.done() and not chosen.cancelled():
-                self._slots[chosen.result()].requests.discard(request.request_id)
+                del self._slots[chosen.result()].requests[request.request_id]
                 self.load.ended()
                 self._changed()
         check_generation(request, generation, oldest=min_version, published=self._published())
         return index, generation
 
-    def engine_of(self, request_id: str) -> int | None:
-        """The engine that a request runs on; None if it runs on none."""
-        return next((index for index, slot in enumerate(self._slots) if request_id in slot.requests), None)
+    def running(self, request_id: str) -> tuple[int, float] | None:
+        """The engine that a request runs on, and since when; None if it runs on none."""
+        for index, slot in enumerate(self._slots):
+            if request_id in slot.requests:
+                return index, slot.requests[request_id]
+        return None
 
     async def truncate(self, request_id: str) -> None:
         """End a running request with the tokens it has sampled so far."""
-        for slot in self._slots:
-            if request_id in slot.requests:
-                await slot.engine.truncate(request_id)
+        if (running := self.running(request_id)) is not None:
+            await self._slots[running[0]].engine.truncate(request_id)
 
     def begin_sync(self, engine: int) -> None:
         """Mark an engine as syncing; it goes on serving, at its old version as far as anyone may believe."""

@@ -7,7 +7,8 @@
                   +---- partials ----|----------------------+  |  +--- pull --- parameter server <-publish
                                      +------- snapshot --------+
 
-Data flow. Left of the ledger, :mod:`staleflow.rollouts` turns tasks into complete groups. Right of it, the training
+Data flow. Left of the ledger, :mod:`staleflow.rollouts` turns tasks into groups and :mod:`staleflow.members` plays them
+until they are complete. Right of it, the training
 loop here waits until the ledger has a batch, trains, publishes. All of it lives in one ``TaskGroup``: the first failure
 ends everything and is what the caller sees.
 
@@ -25,17 +26,19 @@ from typing import Generic, NoReturn
 
 from staleflow import clock
 from staleflow._core import StalenessLedger
+from staleflow.blockers import Blocker
 from staleflow.config import Config
 from staleflow.coordinator import Coordinator, LeastLoad
 from staleflow.engines.base import Engine
 from staleflow.errors import ConfigError, LedgerError, RunFolderError, TooManyFailuresError
 from staleflow.events import Consumed, PhaseBegan, Published, Released
 from staleflow.fleet import Fleet
+from staleflow.members import GroupFilter, Members
 from staleflow.parameter_server.base import ParameterServer
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
 from staleflow.recorder import Recorder
 from staleflow.rollout import Rollout
-from staleflow.rollouts import GroupFilter, Rollouts
+from staleflow.rollouts import Rollouts
 from staleflow.run_folder import RunFolder
 from staleflow.statistics import Evaluation, PipelineStatistics, Report
 from staleflow.store import TrajectoryStore
@@ -127,10 +130,19 @@ class Pipeline(Generic[TaskData]):
         with closing(parameter_server), RunFolder(self._run_dir) as folder:
             self._folder, self._weights = folder, parameter_server
             self._recorder = Recorder(folder, self._ledger, self._fleet.load.idle_s)
-            self._rollouts = Rollouts(
-                tasks=self._tasks,
+            self._members = Members(
                 rollout=self._rollout,
                 group_filter=self._group_filter,
+                config=self.config,
+                ledger=self._ledger,
+                store=self._store,
+                fleet=self._fleet,
+                recorder=self._recorder,
+                changed=self._changed,
+                spawn=self._spawn,
+            )
+            self._rollouts = Rollouts(
+                tasks=self._tasks,
                 coordinator=self._coordinator,
                 config=self.config,
                 ledger=self._ledger,
@@ -138,7 +150,7 @@ class Pipeline(Generic[TaskData]):
                 fleet=self._fleet,
                 weights=parameter_server,
                 recorder=self._recorder,
-                changed=self._changed,
+                members=self._members,
                 spawn=self._spawn,
             )
             self._enter("starting")
@@ -171,8 +183,15 @@ class Pipeline(Generic[TaskData]):
             steps=self.config.steps,
             running=self._fleet.load.running,
             waiting=len(self._store.waiting),
-            failed=self._rollouts.failures.total,
+            failed=self._members.failures.total,
         )
+
+    def blockers(self) -> tuple[Blocker, ...]:
+        """The groups that the next batch waits for now, each with a sentence for people as its text; empty if it waits
+        for none, or only for groups to be admitted. Raises :class:`ConfigError` before ``run`` has begun."""
+        if self._phase == "new":
+            raise ConfigError("blockers of a run that has not begun; call run() first")
+        return self._members.blockers()
 
     # -- the life of a run ---------------------------------------------------------------------------------------
 
@@ -207,7 +226,7 @@ class Pipeline(Generic[TaskData]):
         for task in self._spawned:
             task.cancel()
         return self._recorder.report(
-            ended=ended, failed_attempts=self._rollouts.failures.by_cause, truncated=self._rollouts.truncated
+            ended=ended, failed_attempts=self._members.failures.by_cause, truncated=self._members.truncated
         )
 
     def _enter(self, phase: str) -> None:
@@ -267,7 +286,7 @@ class Pipeline(Generic[TaskData]):
             lease = self._ledger.consume()
             batch = TrainBatch(lease.batch, [self._store.close(group).trajectories() for group in lease.groups])
             self._recorder.event(Consumed(self._recorder.t(), lease.batch, lease.groups))
-            self._rollouts.expire(lease.expired)
+            self._members.expire(lease.expired)
             self._changed.set()
             try:
                 metrics, train_s, publish_s = await self._train_and_publish(batch)
@@ -307,13 +326,13 @@ class Pipeline(Generic[TaskData]):
         while not self._ledger.is_ready():
             if self._rollouts.over:
                 return False
-            self._rollouts.batch_may_be_ready.clear()
+            self._members.batch_may_be_ready.clear()
             try:
                 async with asyncio.timeout_at(patience_ends_s):
-                    await self._rollouts.batch_may_be_ready.wait()
+                    await self._members.batch_may_be_ready.wait()
             except TimeoutError:
                 if policy is not None:
-                    self._rollouts.hurry(policy)
+                    self._members.hurry(policy)
                     patience_ends_s = clock.now() + policy.patience_s
         return True
 
@@ -333,7 +352,7 @@ class Pipeline(Generic[TaskData]):
 
         async def play_one(data: TaskData, trajectory: Trajectory) -> None:
             async with room:
-                await self._rollouts.play_task(data, trajectory, step)
+                await self._members.play_task(data, trajectory, step)
 
         plays = [play_one(*pair) for pair in zip(self._held_out, trajectories, strict=True)]
         failed = [error for error in await asyncio.gather(*plays, return_exceptions=True) if error is not None]

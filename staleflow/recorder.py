@@ -38,9 +38,9 @@ class Recorder:
         self._recent = RecentSteps()
         self._evaluations: list[Evaluation] = []
 
-    def t(self) -> float:
-        """Seconds since the start of the run."""
-        return clock.now() - self._started_s
+    def t(self, at_s: float | None = None) -> float:
+        """Seconds from the start of the run to a time of the clock; default now."""
+        return (clock.now() if at_s is None else at_s) - self._started_s
 
     def event(self, event: Event) -> None:
         """Something has changed."""

@@ -5,19 +5,21 @@ is played by at most one task at a time. The store decides nothing and knows nei
 """
 
 import asyncio
-from typing import Generic
+from typing import Generic, NamedTuple
 
 import msgspec
 
+from staleflow import clock
 from staleflow.coordinator import WaitingRequest
 from staleflow.types import Task, TaskData, Trajectory
 
 
-class Player(msgspec.Struct, frozen=True):
-    """An attempt of a member that is being played."""
+class Player(msgspec.Struct):
+    """An attempt of a member that is being played; ``since_s`` is when it began or was last answered."""
 
     trajectory: Trajectory
     task: "asyncio.Task[None]"
+    since_s: float
 
 
 class Group(Generic[TaskData]):
@@ -49,6 +51,12 @@ class Group(Generic[TaskData]):
             player.task.cancel()
 
 
+class _Waiting(NamedTuple):
+    min_version: int
+    chosen: "asyncio.Future[int]"
+    since_s: float
+
+
 class TrajectoryStore(Generic[TaskData]):
     """Live groups by id, and waiting requests in order of arrival."""
 
@@ -56,7 +64,7 @@ class TrajectoryStore(Generic[TaskData]):
         self.running_members = 0
         """Members of live groups that have not finished."""
         self._groups: dict[int, Group[TaskData]] = {}
-        self._waiting: dict[str, tuple[int, asyncio.Future[int]]] = {}
+        self._waiting: dict[str, _Waiting] = {}
 
     def group(self, group: int) -> Group[TaskData]:
         """A live group by its id."""
@@ -74,6 +82,13 @@ class TrajectoryStore(Generic[TaskData]):
         """Take in a group that the ledger has admitted."""
         self._groups[group.id] = group
         self.running_members += group.running_members
+
+    def answered(self, trajectory: Trajectory) -> None:
+        """Note that an engine has answered a trajectory, which may be one of an evaluation."""
+        group = self._groups.get(trajectory.group)
+        player = None if group is None else group.players.get(trajectory.member)
+        if player is not None:
+            player.since_s = clock.now()
 
     def finish(self, trajectory: Trajectory) -> None:
         """Keep what a member has come to."""
@@ -105,12 +120,17 @@ class TrajectoryStore(Generic[TaskData]):
     @property
     def waiting(self) -> tuple[WaitingRequest, ...]:
         """The requests that no engine has, oldest first."""
-        return tuple(WaitingRequest(request, version) for request, (version, _) in self._waiting.items())
+        return tuple(WaitingRequest(request, waiting.min_version) for request, waiting in self._waiting.items())
+
+    def waiting_since_s(self, request_id: str) -> float | None:
+        """When a request began to wait for an engine; None if it does not."""
+        waiting = self._waiting.get(request_id)
+        return None if waiting is None else waiting.since_s
 
     def wait_for_engine(self, request_id: str, min_version: int) -> "asyncio.Future[int]":
         """Queue a request; the future becomes the engine it is routed to. Cancelling it leaves the queue."""
         chosen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = (min_version, chosen)
+        self._waiting[request_id] = _Waiting(min_version, chosen, clock.now())
         return chosen
 
     def forget(self, request_id: str) -> None:
@@ -119,8 +139,8 @@ class TrajectoryStore(Generic[TaskData]):
 
     def route(self, request_id: str, engine: int) -> bool:
         """Give a waiting request its engine; False when it no longer waits."""
-        _, chosen = self._waiting.pop(request_id, (0, None))
-        if chosen is None or chosen.done():
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None or waiting.chosen.done():
             return False
-        chosen.set_result(engine)
+        waiting.chosen.set_result(engine)
         return True

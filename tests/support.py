@@ -26,11 +26,11 @@ from staleflow.events import (
     Released,
     Routed,
 )
+from staleflow.members import GroupFilter
 from staleflow.parameter_server.base import ParameterServer
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
 from staleflow.process import Child
 from staleflow.rollout import Rollout
-from staleflow.rollouts import GroupFilter
 from staleflow.testing import ScriptedEngine, ScriptedTrainer, run_virtually
 
 Kind = TypeVar("Kind")

@@ -1,15 +1,18 @@
 """No step comes any more, and nothing has failed: the run says what it waits for, and goes on waiting."""
 
 import asyncio
+import random
 from collections.abc import Sequence
 
 import pytest
 from support import Scripted, ScriptedRun, one_turn, virtually
 
 from staleflow import LLM, Config, ListTasks, Task, TaskSource, Trajectory
+from staleflow.errors import ConfigError
 from staleflow.events import Admitted, Published
 from staleflow.rollouts import STALL_WARNING_S
 from staleflow.testing import ScriptedEngine, ScriptedTrainer
+from staleflow.types import GenerateRequest
 
 CONFIG = Config(steps=9, batch_size=2, group_size=2, rollout_timeout_s=10_000)
 
@@ -99,5 +102,54 @@ def test_H1_stalled_run_names_the_groups_it_waits_for(
     # The steps before the hang are in the first interval, so the second one is the first without any.
     [warning] = warnings_of(run, caplog, 2 * STALL_WARNING_S + 1)
     [hung] = [event.group for event in run.events_of(Admitted) if event.task == 5]
-    assert f"batch {len(run.events_of(Published))} waits for groups [{hung}]" in warning
+    batch = len(run.events_of(Published))
+    assert f"batch {batch} waits for group {hung}: member 0 in the rollout function since" in warning
     assert "0 requests run and 0 wait for an engine" in warning
+
+
+def blockers_after(run: ScriptedRun, seconds: float) -> list[str]:
+    async def main() -> list[str]:
+        running = asyncio.ensure_future(run.pipeline.run())
+        await asyncio.sleep(seconds)
+        blockers = [str(blocker) for blocker in run.pipeline.blockers()]
+        running.cancel()
+        await asyncio.wait({running})
+        return blockers
+
+    return virtually(main())
+
+
+@pytest.mark.parametrize(
+    ("capacity", "told"),
+    [
+        (64, "batch 0 waits for group 1: member 0 running on engine 0 since 0.0 s"),
+        (1, "batch 0 waits for group 1: member 1 waiting for an engine since 0.0 s"),
+    ],
+)
+def test_blockers_say_what_their_members_are_doing(scripted: Scripted, capacity: int, told: str) -> None:
+    def endless(request: GenerateRequest, rng: random.Random) -> list[int]:
+        return [1] * 4000
+
+    async def asks_for_all(task: int, llm: LLM) -> float:
+        await llm.generate([task], max_new_tokens=4000)
+        return 1.0
+
+    config = Config(steps=1, batch_size=1, group_size=3, max_staleness=0)
+    run = scripted(config, rollout=asks_for_all, engines=[ScriptedEngine(endless, capacity=capacity)])
+
+    with pytest.raises(ConfigError, match="has not begun"):
+        run.pipeline.blockers()
+    assert blockers_after(run, 5.0) == [told]
+
+
+def test_blockers_in_the_rollout_function_are_told_since_their_last_answer(scripted: Scripted) -> None:
+    async def judges_for_ever(task: int, llm: LLM) -> float:
+        await asyncio.sleep(3.0)
+        await llm.generate([task], max_new_tokens=1)
+        await asyncio.Event().wait()
+        return 1.0
+
+    config = Config(steps=1, batch_size=1, group_size=1, max_staleness=0)
+    run = scripted(config, rollout=judges_for_ever)
+
+    assert blockers_after(run, 5.0) == ["batch 0 waits for group 1: member 0 in the rollout function since 3.0 s"]

@@ -1,5 +1,6 @@
 //! The guarantees of the ledger, one test each, named like the guarantee.
 
+mod fuzz;
 mod illegal_calls;
 mod journal;
 mod oracle;
@@ -7,4 +8,6 @@ mod over_provisioning;
 mod properties;
 mod replay;
 mod restore;
+mod slot_ledger;
 mod small_world;
+mod world;

@@ -14,6 +14,10 @@ pub(crate) struct Size {
     pub(crate) batch: usize,
     pub(crate) staleness: u64,
     pub(crate) members: usize,
+    pub(crate) extra_groups: usize,
+    pub(crate) extra_members: usize,
+    /// Attempts of a member after its first; one more than enough differs by nothing but its number.
+    pub(crate) restarts: u64,
     /// Groups that are running or complete at a time.
     pub(crate) live_limit: usize,
     /// Whether states that differ by the order of admission are told apart.
@@ -22,10 +26,27 @@ pub(crate) struct Size {
     pub(crate) drains: bool,
 }
 
-pub(crate) const MOST_MEMBERS: usize = 2;
+impl Size {
+    /// Places to a batch that admission counts with.
+    pub(crate) fn places(&self) -> usize {
+        self.batch + self.extra_groups
+    }
 
-/// Attempts after the first; more of them differ from the last by nothing but their number.
-const RESTARTS: u64 = 1;
+    /// Members that are played; the first ones to finish make a group complete.
+    pub(crate) fn played(&self) -> usize {
+        self.members + self.extra_members
+    }
+
+    fn config(&self) -> LedgerConfig {
+        let signed = |count| i64::try_from(count).unwrap();
+        LedgerConfig::new(signed(self.batch), i64::try_from(self.staleness).unwrap(), signed(self.members))
+            .and_then(|config| config.with_extra_groups(signed(self.extra_groups)))
+            .and_then(|config| config.with_extra_members(signed(self.extra_members)))
+            .unwrap()
+    }
+}
+
+pub(crate) const MOST_MEMBERS: usize = 3;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Member {
@@ -69,6 +90,7 @@ pub(crate) enum Move {
     Start { group: GroupId, member: usize, engine: u64 },
     Finish { group: GroupId, member: usize, attempt: u64, report: Option<u64> },
     Complete { group: GroupId, report: Option<u64> },
+    CloseShort { group: GroupId },
     Abort { group: GroupId },
     Filter { group: GroupId },
     Consume,
@@ -94,6 +116,8 @@ pub(crate) struct Account {
     pub(crate) trained: u64,
     pub(crate) filtered: u64,
     pub(crate) aborted: u64,
+    pub(crate) expired: u64,
+    pub(crate) closed_short: u64,
     pub(crate) late: u64,
 }
 
@@ -119,11 +143,9 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn new(size: Size) -> Self {
-        let [batch, members] = [size.batch, size.members].map(|count| i64::try_from(count).unwrap());
-        let config = LedgerConfig::new(batch, i64::try_from(size.staleness).unwrap(), members).unwrap();
         Self {
             size,
-            ledger: Ledger::new(config),
+            ledger: Ledger::new(size.config()),
             published: 0,
             draining: false,
             groups: Vec::new(),
@@ -208,7 +230,10 @@ impl World {
                 let versions = found.version..=self.published;
                 let reports = || versions.clone().map(Some).chain([None]);
                 moves.extend(reports().map(|report| Move::Complete { group, report }));
-                for (member, state) in found.members[..self.size.members].iter().enumerate() {
+                if self.size.played() > 1 {
+                    moves.push(Move::CloseShort { group });
+                }
+                for (member, state) in found.members[..self.size.played()].iter().enumerate() {
                     let versions = found.version.saturating_sub(1)..=self.published + 1;
                     let starts = versions.map(|engine| Move::Start { group, member, engine });
                     match *state {
@@ -216,7 +241,7 @@ impl World {
                         Member::Running { attempt, .. } => {
                             let finish = |report| Move::Finish { group, member, attempt, report };
                             moves.extend(reports().map(finish));
-                            if attempt < RESTARTS {
+                            if attempt < self.size.restarts {
                                 moves.extend(starts);
                             }
                         }
@@ -236,6 +261,7 @@ impl World {
             Move::Start { group, member, engine } => self.start(group, member, engine),
             Move::Finish { group, member, attempt, report } => self.finish(group, member, attempt, report),
             Move::Complete { group, report } => self.complete(group, report),
+            Move::CloseShort { group } => self.close_short(group),
             Move::Abort { group } => {
                 self.account.aborted += 1;
                 self.groups.retain(|found| found.id != group);
@@ -298,8 +324,7 @@ impl World {
         };
         let token = report.unwrap_or(engine);
         group.members[member] = Member::Finished { token, reported: report, attempt };
-        let finished = |member: &Member| matches!(member, Member::Finished { .. });
-        let whole = group.members[..size.members].iter().all(finished);
+        let whole = group.finished() == size.members;
         assert_eq!(answer, Ok(if whole { Finish::Group } else { Finish::Member }));
         if whole {
             self.complete_group(id);
@@ -310,12 +335,16 @@ impl World {
     fn complete(&mut self, id: GroupId, report: Option<u64>) -> Answer {
         let answer = self.ledger.complete(id, report.map(Version));
         assert_eq!(answer, Ok(()));
+        let needed = self.size.members;
+        let played = self.size.played();
         let group = self.group(id);
-        for member in &mut group.members {
+        let missing = needed - group.finished();
+        let unfinished = |member: &&mut Member| !matches!(member, Member::Finished { .. });
+        let version = group.version;
+        for member in group.members[..played].iter_mut().filter(unfinished).take(missing) {
             let (engine, attempt) = match *member {
-                Member::Waiting => (group.version, 0),
                 Member::Running { engine, attempt } => (engine, attempt),
-                Member::Finished { .. } => continue,
+                Member::Waiting | Member::Finished { .. } => (version, 0),
             };
             *member = Member::Finished { token: report.unwrap_or(engine), reported: report, attempt };
         }
@@ -323,19 +352,36 @@ impl World {
         Answer::Other(answer)
     }
 
-    /// The version rises to the smallest report if nobody kept silent.
+    fn close_short(&mut self, id: GroupId) -> Answer {
+        let answer = self.ledger.close_short(id);
+        if self.group(id).finished() > 0 {
+            assert_eq!(answer, Ok(()));
+            self.account.closed_short += 1;
+            self.complete_group(id);
+        } else {
+            assert_eq!(answer, Err(LedgerError::NoMemberFinished { group: id }));
+        }
+        Answer::Other(answer)
+    }
+
+    /// The version rises to the smallest report if no finished member kept silent. Whoever still runs is dismissed.
     fn complete_group(&mut self, id: GroupId) {
-        let members = self.size.members;
         let group = self.group(id);
-        let reports = group.members[..members].iter().map(|member| match member {
-            Member::Finished { reported, .. } => *reported,
-            Member::Waiting | Member::Running { .. } => panic!("{group:?} is not finished"),
+        let finished = group.members.iter().filter_map(|member| match member {
+            Member::Finished { reported, .. } => Some(*reported),
+            Member::Waiting | Member::Running { .. } => None,
         });
-        let lowest = reports.collect::<Option<Vec<u64>>>().and_then(|reports| reports.into_iter().min());
+        let lowest = finished.collect::<Option<Vec<u64>>>().and_then(|reports| reports.into_iter().min());
         group.version = lowest.unwrap_or(group.version);
         group.place = Place::Complete;
-        let version = group.version;
+        let Group { version, members, .. } = *group;
         assert_eq!(self.ledger.group_version(id), Ok(Version(version)));
+        for (member, state) in members.iter().enumerate() {
+            if let Member::Running { attempt, .. } = *state {
+                assert_eq!(self.ledger.finish_member(id, member, None, attempt), Ok(Finish::Late));
+                self.account.late += 1;
+            }
+        }
     }
 
     fn consume(&mut self) -> Answer {
@@ -343,7 +389,9 @@ impl World {
         if let Ok(lease) = &answer {
             assert_eq!(lease.batch, Batch(self.published));
             match self.lease.take() {
-                Some(released) => assert_eq!(lease.groups, released.groups),
+                Some(released) => {
+                    assert_eq!((&lease.groups, &lease.expired), (&released.groups, &vec![]));
+                }
                 None => {
                     let mut due: Vec<(u64, GroupId)> =
                         self.in_place(Place::Complete).map(|group| (group.version, group.id)).collect();
@@ -356,9 +404,21 @@ impl World {
             for id in &lease.groups {
                 self.group(*id).place = Place::Leased;
             }
+            self.expire(lease);
             self.lease = Some(OutForTraining { held: true, groups: lease.groups.clone() });
         }
         Answer::Consume(answer)
+    }
+
+    /// With extra groups, those that are not in the batch and due by it are lost.
+    fn expire(&mut self, lease: &Lease) {
+        let (staleness, batch) = (self.size.staleness, lease.batch.0);
+        let late = |group: &Group| group.place != Place::Leased && group.version + staleness <= batch;
+        let expired: Vec<GroupId> =
+            self.groups.iter().filter(|group| late(group)).map(|group| group.id).collect();
+        self.groups.retain(|group| !late(group));
+        self.account.expired += expired.len() as u64;
+        assert_eq!(lease.expired, expired);
     }
 
     fn publish(&mut self) -> Answer {
@@ -393,7 +453,7 @@ impl World {
             kind.push(age(group.oldest_token()));
             return kind;
         }
-        for member in &group.members[..self.size.members] {
+        for member in &group.members[..self.size.played()] {
             match *member {
                 Member::Waiting => kind.push(0),
                 Member::Running { engine, attempt } => kind.extend([1, age(engine), byte(attempt)]),
@@ -407,6 +467,10 @@ impl World {
 }
 
 impl Group {
+    fn finished(&self) -> usize {
+        self.members.iter().filter(|member| matches!(member, Member::Finished { .. })).count()
+    }
+
     /// The oldest token that may be in this finished group.
     pub(crate) fn oldest_token(&self) -> u64 {
         let tokens = self.members.iter().filter_map(|member| match member {

@@ -64,6 +64,9 @@ impl Window {
 
     /// The first batch before `deadline` that the law is false for, which only extra groups can make it.
     fn first_overfull_before(&self, deadline: Batch) -> Option<Batch> {
+        if self.extra_groups == 0 {
+            return None;
+        }
         let mut total = 0;
         let earlier = self.dues.iter().take_while(|due| due.deadline < deadline);
         let mut totals = earlier.map(|due| {

@@ -127,16 +127,6 @@ fn in_few_worlds(laws: &[Law]) {
 }
 
 #[test]
-#[ignore = "x"]
-fn count_states() {
-    for size in FEW.into_iter().chain(many().into_iter().rev()) {
-        let start = std::time::SystemTime::now();
-        let states = explore(size, &[], Survivor::Original);
-        println!("{states:9} states in {:?} of {size:?}", start.elapsed());
-    }
-}
-
-#[test]
 #[ignore = "takes minutes; make prove runs it"]
 fn every_law_in_every_state_of_many_worlds() {
     let mut sizes = many();

@@ -3,6 +3,7 @@
 mod fuzz;
 mod illegal_calls;
 mod journal;
+mod large_world;
 mod oracle;
 mod over_provisioning;
 mod properties;

@@ -30,7 +30,7 @@ const FEW: [Size; 12] = [
     whole_groups(3, 1),
     pairs(1, 1, 2),
     pairs(2, 0, 2),
-    Size { extra_groups: 1, ..whole_groups(1, 2) },
+    Size { extra_groups: 1, ..whole_groups(1, 1) },
     Size { extra_groups: 1, ..whole_groups(2, 1) },
     Size { extra_members: 1, live_limit: 2, restarts: 1, ..whole_groups(1, 1) },
     Size { extra_members: 1, ..pairs(1, 0, 2) },
@@ -72,9 +72,7 @@ fn many() -> Vec<Size> {
     sizes.extend(
         [(1, 0, 3), (1, 1, 3), (1, 2, 2), (1, 3, 1)].map(|(batch, bound, live)| pairs(batch, bound, live)),
     );
-    sizes.extend(
-        [(2, 0, 4), (2, 1, 2), (2, 1, 3), (3, 0, 3)].map(|(batch, bound, live)| pairs(batch, bound, live)),
-    );
+    sizes.extend([(2, 0, 4), (2, 1, 2), (3, 0, 3)].map(|(batch, bound, live)| pairs(batch, bound, live)));
     for batch in (1..=3).rev() {
         for staleness in (0..=3).rev() {
             let places = batch * (usize::try_from(staleness).unwrap() + 1);

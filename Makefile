@@ -45,7 +45,7 @@ test-python: setup ## tests of the Python package; options in ARGS, e.g. make te
 	$(BIN)/pytest $(ARGS)
 
 # Each property of the long proof is tried on so many random histories.
-PROVE_CASES := 4000
+PROVE_CASES := 2000
 
 prove: ## the long proof of the ledger's law, with the numbers of states and cases it went through; minutes
 	cargo test --package staleflow-core --profile prove --test ledger -- --ignored --nocapture

@@ -137,7 +137,9 @@ def main(words: list[str]) -> int:
     """Try the mutants and return the exit status."""
     copy_workspace()
     chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
-    print(f"the tests without a mutant: {verdict(run_tests())}", flush=True)
+    if (healthy := run_tests()).status != 0:
+        print(f"without a mutant, {healthy.failed or 'something'} fails\n{healthy.output}")
+        return 1
     bad = 0
     for mutant in chosen:
         start = time.monotonic()
@@ -149,12 +151,15 @@ def main(words: list[str]) -> int:
 
 
 def copy_workspace() -> None:
-    """Copy what the tests of the core are built from, as it is in the working tree; builds there are kept."""
-    for name in ("Cargo.toml", "Cargo.lock", "clippy.toml"):
-        COPY.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, COPY / name)
+    """Copy what the tests of the core are built from, as it is in the working tree; builds there are kept.
+
+    The copies are as young as they can be, or cargo could take the build of an earlier mutant for theirs.
+    """
+    COPY.mkdir(parents=True, exist_ok=True)
+    for name in ("Cargo.toml", "Cargo.lock"):
+        shutil.copyfile(ROOT / name, COPY / name)
     shutil.rmtree(COPY / "core-rs", ignore_errors=True)
-    shutil.copytree(ROOT / "core-rs", COPY / "core-rs")
+    shutil.copytree(ROOT / "core-rs", COPY / "core-rs", copy_function=shutil.copyfile)
 
 
 def tried(mutant: Mutant) -> str:

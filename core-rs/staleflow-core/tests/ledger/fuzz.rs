@@ -210,7 +210,7 @@ fn no_call_and_no_bytes_break_a_ledger() {
 #[test]
 #[ignore = "takes a minute; make prove runs it"]
 fn no_call_and_no_bytes_break_a_ledger_at_length() {
-    fuzz(200_000);
+    fuzz(100_000);
 }
 
 #[test]

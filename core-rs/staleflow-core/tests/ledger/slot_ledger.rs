@@ -373,6 +373,6 @@ fn dominates_slot_ledger_in_many_worlds() {
     }
     comparison.print_and_check("every state of 9 small worlds");
     let mut comparison = Comparison::default();
-    compare_on_random_walks(20_000, &mut comparison);
-    comparison.print_and_check("20000 random walks");
+    compare_on_random_walks(5_000, &mut comparison);
+    comparison.print_and_check("5000 random walks");
 }

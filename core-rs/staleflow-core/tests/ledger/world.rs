@@ -18,8 +18,8 @@ pub(crate) struct Size {
     pub(crate) extra_members: usize,
     /// Attempts of a member after its first; one more than enough differs by nothing but its number.
     pub(crate) restarts: u64,
-    /// Groups that are running or complete at a time.
-    pub(crate) live_limit: usize,
+    /// How many groups are running or complete at a time, if fewer than the ledger admits.
+    pub(crate) live_limit: Option<usize>,
     /// Whether states that differ by the order of admission are told apart.
     pub(crate) ordered: bool,
     /// Whether the ledger may be drained, in any state.
@@ -205,9 +205,8 @@ impl World {
         if self.size.drains && !self.draining {
             moves.push(Move::Drain);
         }
-        if self.in_place(Place::Running).count() + self.in_place(Place::Complete).count()
-            < self.size.live_limit
-        {
+        let waiting = self.groups.iter().filter(|group| group.place != Place::Leased).count();
+        if self.size.live_limit.is_none_or(|limit| waiting < limit) {
             moves.extend(self.engine_versions().map(|engine| Move::Admit { engine }));
         }
         let mut kinds = Vec::new();
@@ -388,18 +387,15 @@ impl World {
         let answer = self.ledger.consume();
         if let Ok(lease) = &answer {
             assert_eq!(lease.batch, Batch(self.published));
-            match self.lease.take() {
-                Some(released) => {
-                    assert_eq!((&lease.groups, &lease.expired), (&released.groups, &vec![]));
-                }
-                None => {
-                    let mut due: Vec<(u64, GroupId)> =
-                        self.in_place(Place::Complete).map(|group| (group.version, group.id)).collect();
-                    due.sort_unstable();
-                    due.truncate(self.size.batch);
-                    assert_eq!(lease.groups, due.iter().map(|(_, id)| *id).collect::<Vec<_>>());
-                    assert_eq!(lease.groups.len(), self.size.batch);
-                }
+            if let Some(released) = self.lease.take() {
+                assert_eq!((&lease.groups, &lease.expired), (&released.groups, &vec![]));
+            } else {
+                let mut due: Vec<(u64, GroupId)> =
+                    self.in_place(Place::Complete).map(|group| (group.version, group.id)).collect();
+                due.sort_unstable();
+                due.truncate(self.size.batch);
+                assert_eq!(lease.groups, due.iter().map(|(_, id)| *id).collect::<Vec<_>>());
+                assert_eq!(lease.groups.len(), self.size.batch);
             }
             for id in &lease.groups {
                 self.group(*id).place = Place::Leased;

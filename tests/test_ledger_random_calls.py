@@ -21,7 +21,7 @@ def calls_of(name: str, *arguments: st.SearchStrategy[object], **keywords: st.Se
     fitting = st.tuples(st.just(name), st.tuples(*arguments), st.fixed_dictionaries({}, optional=keywords))
     places = st.tuples(*[ANYTHING] * len(arguments))
     careless = st.tuples(st.just(name), places, st.dictionaries(st.sampled_from([*keywords, "other"]), ANYTHING))
-    too_many = st.tuples(st.just(name), st.lists(ANYTHING, max_size=5).map(tuple), st.just({}))
+    too_many: Any = st.tuples(st.just(name), st.lists(ANYTHING, max_size=5).map(tuple), st.just({}))
     return st.one_of(fitting, fitting, fitting, careless, too_many)
 
 

@@ -1,7 +1,7 @@
 """Breaks the law of the ledger in one place at a time and shows that a test notices.
 
 Every mutant is an exact text of one source file and another text in its place. The workspace is copied to
-``target/mutants``, and for each mutant the ordinary tests of the core are compiled and run there until one fails.
+``target/mutants``, and for each mutant the ordinary tests of the ledger are compiled and run there until one fails.
 
 Exit status 1 if a mutant survives, does not compile, or is stale: its text is not in the file exactly once.
 ``python core-rs/mutants.py WORD...`` tries only the mutants with one of these words in their name.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / "target" / "mutants"
 SOURCES = "core-rs/staleflow-core/src"
-TEST = ["cargo", "test", "--package", "staleflow-core"]
+TEST = ["cargo", "test", "--package", "staleflow-core", "--lib", "--test", "ledger"]
 LIMIT_S = 600.0
 """A mutant whose tests are not done by then has made something endless."""
 

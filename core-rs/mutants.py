@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant("version rises though a member is silent", GROUP, "Progress::Silent => Some(0),",
            "Progress::Silent => None,"),
     Mutant("version rises to the newest report", GROUP, "rise.min()", "rise.max()"),
-    Mutant("version never rises", GROUP, "rise.min().unwrap_or(0)", "rise.min().map_or(0, |_| 0)"),
+    Mutant("version never rises", GROUP, "rise.min().unwrap_or(0)", "rise.min().map_or(0_u32, |_| 0)"),
     Mutant("late completion is accepted", GROUP, "_ if u64::from(member.attempt) != attempt => Report::Late,",
            "_ if u64::from(member.attempt) < attempt => Report::Late,"),
     Mutant("restart is the same attempt", GROUP, "self.attempt = self.attempt.saturating_add(1);", ""),

@@ -68,17 +68,7 @@ const fn pairs(batch: usize, staleness: u64, live_limit: usize) -> Size {
 
 /// The worlds with batches of 1 to 3 and bounds of 0 to 3, the largest first.
 fn many() -> Vec<Size> {
-    let with_extra_member = |size| Size { extra_members: 1, ..size };
-    let mut sizes = vec![
-        with_extra_member(pairs(1, 1, 2)),
-        with_extra_member(pairs(2, 0, 2)),
-        Size { restarts: 1, ..ordered(1, 2) },
-        Size { restarts: 1, ..ordered(2, 1) },
-    ];
-    sizes.extend(
-        [(1, 0, 3), (1, 1, 3), (1, 2, 2), (1, 3, 1)].map(|(batch, bound, live)| pairs(batch, bound, live)),
-    );
-    sizes.extend([(2, 0, 4), (2, 1, 2), (3, 0, 3)].map(|(batch, bound, live)| pairs(batch, bound, live)));
+    let mut sizes = Vec::new();
     for batch in (1..=3).rev() {
         for staleness in (0..=3).rev() {
             let places = batch * (usize::try_from(staleness).unwrap() + 1);
@@ -88,6 +78,17 @@ fn many() -> Vec<Size> {
             }
         }
     }
+    let with_extra_member = |size| Size { extra_members: 1, ..size };
+    sizes.extend([
+        with_extra_member(pairs(1, 1, 2)),
+        with_extra_member(pairs(2, 0, 2)),
+        Size { restarts: 1, ..ordered(1, 2) },
+        Size { restarts: 1, ..ordered(2, 1) },
+    ]);
+    sizes.extend(
+        [(1, 0, 3), (1, 1, 3), (1, 2, 2), (1, 3, 1)].map(|(batch, bound, live)| pairs(batch, bound, live)),
+    );
+    sizes.extend([(2, 0, 4), (2, 1, 2), (3, 0, 3)].map(|(batch, bound, live)| pairs(batch, bound, live)));
     sizes
 }
 

@@ -7,7 +7,7 @@ EXTENSION := staleflow/_core.abi3.so
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find core-rs -name '*.rs' -o -name Cargo.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-rust test-python lint format bench docs clean
+.PHONY: help setup build demo test test-rust test-python prove mutants lint format bench docs clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -43,6 +43,17 @@ test-rust: ## tests of the Rust core, and the models of its queue
 
 test-python: setup ## tests of the Python package; options in ARGS, e.g. make test-python ARGS="-k ledger"
 	$(BIN)/pytest $(ARGS)
+
+# Each property of the long proof is tried on so many random histories.
+PROVE_CASES := 2000
+
+prove: ## the long proof of the ledger's law, with the numbers of states and cases it went through; minutes
+	cargo test --package staleflow-core --profile prove --test ledger -- --ignored --nocapture
+	PROPTEST_CASES=$(PROVE_CASES) cargo test --package staleflow-core --profile prove --test ledger
+	@echo "$(PROVE_CASES) random histories of each property"
+
+mutants: ## break the ledger in one place at a time and show that a test notices; NAMES="words" for some
+	$(PYTHON) core-rs/mutants.py $(NAMES)
 
 lint: setup ## formatting, lints and types, Rust and Python
 	@cargo clippy --version >/dev/null && cargo fmt --version >/dev/null

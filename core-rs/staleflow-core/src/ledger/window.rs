@@ -58,7 +58,23 @@ impl Window {
 
     /// The first batch up to which no place is left for a group of this deadline.
     pub(super) fn first_full(&self, deadline: Batch) -> Option<Batch> {
-        self.slack_from(deadline).find(|(_, free)| *free == 0).map(|(batch, _)| batch)
+        let full = || self.slack_from(deadline).find(|(_, free)| *free == 0).map(|(batch, _)| batch);
+        self.first_overfull_before(deadline).or_else(full)
+    }
+
+    /// The first batch before `deadline` that the law is false for, which only extra groups can make it.
+    fn first_overfull_before(&self, deadline: Batch) -> Option<Batch> {
+        if self.extra_groups == 0 {
+            return None;
+        }
+        let mut total = 0;
+        let earlier = self.dues.iter().take_while(|due| due.deadline < deadline);
+        let mut totals = earlier.map(|due| {
+            total += due.count();
+            (due.deadline, total)
+        });
+        let overfull = |(batch, total): &(Batch, u64)| *total > self.places_before(batch.next());
+        totals.find(overfull).map(|(batch, _)| batch)
     }
 
     /// The free places up to `deadline`, then up to each later stored deadline: all the counts in which one

@@ -279,9 +279,24 @@ pub(crate) fn configs() -> impl Strategy<Value = LedgerConfig> {
         .prop_map(|(batch, staleness, group)| LedgerConfig::new(batch, staleness, group).unwrap())
 }
 
+/// Ledgers of a size that is met in use, a window of up to two hundred groups among them.
+pub(crate) fn large_configs() -> impl Strategy<Value = LedgerConfig> {
+    (4_i64..=24, 0_i64..=8, 1_i64..=4)
+        .prop_map(|(batch, staleness, group)| LedgerConfig::new(batch, staleness, group).unwrap())
+}
+
 /// Steps in proportions that fill, drain and break batches again and again.
 pub(crate) fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let step = prop_oneof![
+    prop::collection::vec(step(), 0..150)
+}
+
+/// Enough steps to fill large windows and to train several batches.
+pub(crate) fn many_steps() -> impl Strategy<Value = Vec<Step>> {
+    prop::collection::vec(step(), 300..1000)
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
         8 => (0_u64..6).prop_map(|lag| Step::Admit { lag }),
         4 => (any::<usize>(), any::<usize>(), 0_u64..5)
             .prop_map(|(pick, member, lag)| Step::Start { pick, member, lag }),
@@ -296,6 +311,5 @@ pub(crate) fn steps() -> impl Strategy<Value = Vec<Step>> {
         4 => Just(Step::Publish),
         1 => Just(Step::Release),
         1 => Just(Step::Crash),
-    ];
-    prop::collection::vec(step, 0..150)
+    ]
 }

@@ -1,11 +1,14 @@
 """What the tests with real models share: tiny Llamas, weights files, and the logprobs that plain torch gives."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from staleflow.testing import character_llama
-from staleflow.types import Segment, Trajectory
+from staleflow.types import Segment, StepMetrics, Trajectory
 
 ALPHABET = "0123456789+="
 VOCABULARY = 2 + len(ALPHABET)
@@ -65,6 +68,19 @@ def plain_logprobs(model: Any, prompt: list[int], tokens: list[int], temperature
 
 def sampled(tokens: list[int], logprobs: list[float]) -> Segment:
     return Segment(tokens, True, 0, logprobs, [0] * len(tokens))
+
+
+def figures(metrics: StepMetrics) -> dict[str, float]:
+    """Every number in the metrics, by its path."""
+
+    def walk(path: str, value: Any) -> Iterator[tuple[str, float]]:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                yield from walk(f"{path}.{name}", inner)
+        elif value is not None:
+            yield path, value
+
+    return dict(walk("", msgspec.to_builtins(metrics)))
 
 
 def injected(*tokens: int) -> Segment:

@@ -3,13 +3,12 @@
 import asyncio
 from pathlib import Path
 
-import msgspec
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
-from models import ALPHABET, injected, load, sampled, trajectory
+from models import ALPHABET, figures, injected, load, sampled, trajectory
 
 from staleflow import LocalTrainer
 from staleflow.errors import TrainerError
@@ -62,7 +61,7 @@ def test_trains_publishes_and_saves_over_the_wire(model: Path, tmp_path: Path) -
         await trainer.stop()
         await trainer.stop()
         for measured, wanted in ((first, expected[0]), (third, expected[2])):
-            assert msgspec.structs.asdict(measured) == pytest.approx(msgspec.structs.asdict(wanted), rel=1e-4, abs=1e-6)
+            assert figures(measured) == pytest.approx(figures(wanted), rel=1e-4, abs=1e-6)
 
     learner = Learner(trainer.settings)
     expected = []

@@ -9,7 +9,7 @@ from staleflow.types import Agreement
 GAP_RMS_LIMIT = 0.03
 """Twice what bfloat16 kernels that add up in different orders typically differ by."""
 ENOUGH_TOKENS = 16
-UNRELATED_CORRELATION = 0.5
+UNRELATED_CORRELATION = 0.9
 ONE_SIDED_SHARE = 0.8
 EXPLAINED_SHARE = 0.75
 SLOPE_LIMIT = 0.03
@@ -30,7 +30,7 @@ def _likely_cause(agreement: Agreement) -> str:
     if agreement.tokens < ENOUGH_TOKENS:
         return "too few tokens to tell"
     if agreement.correlation < UNRELATED_CORRELATION:
-        return "another model or tokenizer, or tokens out of line by one: the logprobs are unrelated"
+        return "another model or tokenizer, or tokens out of line by one: the logprobs hardly go together"
     # Logits divided by another temperature give logprobs that are about a constant factor apart.
     if abs(agreement.slope - 1) > SLOPE_LIMIT and agreement.residual_rms < EXPLAINED_SHARE * agreement.gap_rms:
         return (

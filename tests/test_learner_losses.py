@@ -9,8 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from models import ALPHABET, figures, injected, load, plain_logprobs, sampled, trajectory
-from test_learner import batch, make, one_thread  # noqa: F401 - one_thread is a fixture
+from models import ALPHABET, batch, figures, injected, load, make_learner, plain_logprobs, sampled, trajectory
 
 from staleflow import LocalTrainer
 from staleflow.errors import ConfigError, TrainerError
@@ -22,7 +21,7 @@ from staleflow.trainer.losses import LOSSES, TokenLoss, Tokens, ppo
 from staleflow.trainer.sequences import Sequences, collate
 from staleflow.types import TrainBatch
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 EVERY = pytest.mark.parametrize("name", sorted(LOSSES))
 # These act on a bounded part of the batch; by default they would leave nothing of data as far off as this.
@@ -58,7 +57,7 @@ def assert_same(one: tuple[dict[str, float], torch.Tensor], other: tuple[dict[st
 def test_packing_does_not_matter(model: Path, name: str, minibatches: int) -> None:
     def of(micro_batch_tokens: int) -> Any:
         settings = {"loss": name, "loss_parameters": WIDE.get(name), "minibatches": minibatches}
-        return trained(make(model, micro_batch_tokens=micro_batch_tokens, **settings), batch())
+        return trained(make_learner(model, micro_batch_tokens=micro_batch_tokens, **settings), batch())
 
     expected = of(10_000)
     assert expected[1].abs().max() > 0
@@ -70,15 +69,15 @@ def test_packing_does_not_matter(model: Path, name: str, minibatches: int) -> No
 def test_order_of_rows_does_not_matter(model: Path, name: str) -> None:
     settings = {"loss": name, "loss_parameters": WIDE.get(name)}
     data = batch()
-    expected = trained(make(model, micro_batch_tokens=40, **settings), data)
+    expected = trained(make_learner(model, micro_batch_tokens=40, **settings), data)
     shuffled = TrainBatch(0, [group[::-1] for group in (data.groups[index] for index in (2, 0, 3, 1))])
-    assert_same(trained(make(model, micro_batch_tokens=30, **settings), shuffled), expected)
+    assert_same(trained(make_learner(model, micro_batch_tokens=30, **settings), shuffled), expected)
 
 
 @EVERY
 def test_padding_does_not_matter(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"loss": name, "loss_parameters": WIDE.get(name)}
-    expected = trained(make(model, **settings), batch())
+    expected = trained(make_learner(model, **settings), batch())
 
     def padded(data: TrainBatch, kind: Any) -> Sequences:
         one = collate(data, kind)
@@ -93,14 +92,14 @@ def test_padding_does_not_matter(model: Path, name: str, monkeypatch: pytest.Mon
         )
 
     monkeypatch.setattr(learner_module, "collate", padded)
-    assert_same(trained(make(model, **settings), batch()), expected)
+    assert_same(trained(make_learner(model, **settings), batch()), expected)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_loss_of_all_tokens_at_once_has_the_same_gradient(model: Path, minibatches: int) -> None:
     """The same formula on the other path through the learner, given as the user's own."""
-    built_in = make(model, loss="ppo", minibatches=minibatches, micro_batch_tokens=40, learning_rate=0.01)
-    own = make(
+    built_in = make_learner(model, loss="ppo", minibatches=minibatches, micro_batch_tokens=40, learning_rate=0.01)
+    own = make_learner(
         model,
         loss=own_ppo,
         loss_parameters={"width": 0.2},
@@ -115,14 +114,14 @@ def test_loss_of_all_tokens_at_once_has_the_same_gradient(model: Path, minibatch
 
 
 def test_own_loss_that_does_not_return_vectors_is_refused(model: Path) -> None:
-    with pytest.raises(TrainerError, match="did not return a TokenLoss of two vectors of 44 tokens"):
-        make(model, loss=no_vector).step(batch())
+    with pytest.raises(TrainerError, match="must return a TokenLoss of two vectors of 44 tokens"):
+        make_learner(model, loss=no_vector).step(batch())
 
 
 @EVERY
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_extra_passes_are_made_only_for_losses_that_need_them(model: Path, name: str, minibatches: int) -> None:
-    learner, read = make(model, loss=name, minibatches=minibatches), []
+    learner, read = make_learner(model, loss=name, minibatches=minibatches), []
     inner = learner._read
 
     def spy(sequences: Any, rows: torch.Tensor) -> Any:
@@ -150,8 +149,10 @@ def test_statistics_of_a_whole_update_include_trajectories_without_advantage(mod
     for one, zero in zip(calmer.trajectories, without, strict=True):
         for segment in one.segments:
             segment.logprobs[:] = [-2.6 if zero else logprob for logprob in segment.logprobs]
-    assert make(model, loss=name).step(calmer).loss != pytest.approx(make(model, loss=name).step(data).loss, rel=1e-3)
-    assert make(model, loss="ppo").step(calmer).loss == make(model, loss="ppo").step(data).loss
+    assert make_learner(model, loss=name).step(calmer).loss != pytest.approx(
+        make_learner(model, loss=name).step(data).loss, rel=1e-3
+    )
+    assert make_learner(model, loss="ppo").step(calmer).loss == make_learner(model, loss="ppo").step(data).loss
 
 
 # -- choices that are not the loss -------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def test_aggregation_and_constant_advantage_weigh_a_likelihood(
     expected = torch.cat([value.flatten() for value in torch.autograd.grad(total, list(plain.parameters()))])
     for segment in (segment for one in data.trajectories for segment in one.segments if segment.sampled):
         segment.logprobs[:] = [-1.0] * len(segment.logprobs)
-    learner = make(
+    learner = make_learner(
         model,
         loss="decoupled_ppo",
         loss_parameters={"cap": 1e-3},
@@ -235,7 +236,7 @@ def test_W10_recorded_logprobs_are_kept_when_data_is_stale(model: Path, name: st
     """What the engine said is the denominator, though the trainer could have computed something else."""
     fresh = recorded(model, shift=-0.1)
     stale = TrainBatch(3, fresh.groups)
-    metrics = make(model, loss=name).step(stale)
+    metrics = make_learner(model, loss=name).step(stale)
     assert metrics.behaviour_ratio.mean == pytest.approx(math.exp(0.1), rel=1e-4)
     assert metrics.policy_ratio.mean == pytest.approx(math.exp(0.1), rel=1e-4)
     assert metrics.k1 == pytest.approx(-0.1, rel=1e-3)
@@ -254,7 +255,7 @@ def test_V18_staleness_speaks_of_the_token_that_is_predicted() -> None:
 
 
 def test_equal_weights_agree(model: Path) -> None:
-    agreement = make(model).step(recorded(model)).agreement
+    agreement = make_learner(model).step(recorded(model)).agreement
     assert agreement is not None
     assert agreement.gap_rms < 1e-4
     assert agreement.ratio_mean == pytest.approx(1.0, abs=1e-4)
@@ -263,7 +264,7 @@ def test_equal_weights_agree(model: Path) -> None:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.4])
 def test_temperature_of_the_engine_is_recognised(model: Path, temperature: float) -> None:
-    agreement = make(model).step(recorded(model, temperature=temperature)).agreement
+    agreement = make_learner(model).step(recorded(model, temperature=temperature)).agreement
     assert agreement is not None
     assert agreement.slope == pytest.approx(temperature, rel=0.1)
     assert "temperature" in (disagreement(agreement) or "")
@@ -271,6 +272,6 @@ def test_temperature_of_the_engine_is_recognised(model: Path, temperature: float
 
 def test_another_model_is_recognised(model: Path, tmp_path: Path) -> None:
     other = character_llama(tmp_path, ALPHABET, hidden_size=32, seed=9)
-    agreement = make(model).step(recorded(other)).agreement
+    agreement = make_learner(model).step(recorded(other)).agreement
     assert agreement is not None
     assert "another model" in (disagreement(agreement) or "")

@@ -110,6 +110,12 @@ def test_parts_whose_proximal_policy_is_unknown_are_left_out_of_what_needs_it() 
     assert metrics.agreement == of(known).agreement
 
 
+def test_nothing_is_said_of_the_start_of_the_step_where_nothing_was_measured_at_it() -> None:
+    metrics = of(part([2], policy=[1.0, 1.0], known=False))
+    assert metrics.policy_ratio.mean == pytest.approx(math.e)
+    assert (metrics.k1, metrics.k3, metrics.behaviour_ratio.mean, metrics.agreement) == (0.0, 0.0, 0.0, None)
+
+
 def test_nothing_measured_is_nothing_said() -> None:
     assert of() == StepMetrics(1.0, 2.0, 99)
 

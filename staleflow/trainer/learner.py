@@ -92,7 +92,7 @@ class Learner:
         )
 
     def step(self, batch: TrainBatch) -> StepMetrics:
-        """Train on one batch; raises :class:`TrainerError` when the loss or the gradient is not finite.
+        """Train on one batch; raises :class:`TrainerError` when a loss, a gradient or a recorded logprob is not finite.
 
         The update that failed has changed nothing; with several minibatches those before it have been made.
         """
@@ -204,8 +204,14 @@ class Learner:
             lengths=lengths,
         )
         token_loss = self._loss.function(logprobs, tokens)
-        if not (isinstance(token_loss, TokenLoss) and token_loss.loss.shape == token_loss.cut.shape == logprobs.shape):
-            raise TrainerError(f"the loss did not return a TokenLoss of two vectors of {len(logprobs)} tokens")
+        if not (
+            isinstance(token_loss, TokenLoss)
+            and token_loss.loss.shape == token_loss.cut.shape == logprobs.shape
+            and token_loss.loss.requires_grad
+        ):
+            raise TrainerError(
+                f"the loss must return a TokenLoss of two vectors of {len(logprobs)} tokens, the first with a gradient"
+            )
         shares = update.shares[chosen].to(self._device).repeat_interleave(lengths)
         known = update.first or update.start is not None
         measured = Measured(detached, tokens, token_loss.cut, part.staleness[part.sampled], known)

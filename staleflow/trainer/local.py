@@ -73,6 +73,39 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 ToChild: TypeAlias = TrainerSettings | Step | Publish | Save
 
 
+def _refuse_impossible(settings: TrainerSettings, step_timeout_s: float) -> None:
+    for name, chosen, allowed in (
+        ("advantages", settings.advantages, get_args(AdvantageKind)),
+        ("aggregation", settings.aggregation, get_args(AggregationKind)),
+    ):
+        if chosen not in allowed:
+            raise ConfigError(f"{name} is {chosen!r}; it must be one of {', '.join(allowed)}")
+    if (settings.longest_tokens is None) == (settings.aggregation == "sequence_sum"):
+        raise ConfigError(
+            f"longest_tokens is {settings.longest_tokens} with {settings.aggregation}; it goes with sequence_sum only"
+        )
+    positive: dict[str, float] = {
+        "longest_tokens": 1 if settings.longest_tokens is None else settings.longest_tokens,
+        "learning_rate": settings.learning_rate,
+        "max_gradient_norm": settings.max_gradient_norm,
+        "minibatches": settings.minibatches,
+        "micro_batch_tokens": settings.micro_batch_tokens,
+        "temperature": settings.temperature,
+        "threads": settings.threads,
+        "step_timeout_s": step_timeout_s,
+        "decay_steps": 1 if settings.decay_steps is None else settings.decay_steps,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            raise ConfigError(f"{name} is {value}; it must be above 0")
+    for name, value in (("weight_decay", settings.weight_decay), ("warmup_steps", settings.warmup_steps)):
+        if not value >= 0:
+            raise ConfigError(f"{name} is {value}; it must not be negative")
+    for name, beta in (("betas[0]", settings.beta1), ("betas[1]", settings.beta2)):
+        if not 0 <= beta < 1:
+            raise ConfigError(f"{name} is {beta}; it must be at least 0 and below 1")
+
+
 class LocalTrainer:
     """GRPO with AdamW in a child process.
 
@@ -126,32 +159,6 @@ class LocalTrainer:
     ) -> None:
         if not (Path(model) / "config.json").is_file():
             raise ConfigError(f"model {str(model)!r}: no such Hugging Face folder (it has no config.json)")
-        choices = (("advantages", advantages, AdvantageKind), ("aggregation", aggregation, AggregationKind))
-        for name, chosen, allowed in choices:
-            if chosen not in get_args(allowed):
-                raise ConfigError(f"{name} is {chosen!r}; it must be one of {', '.join(get_args(allowed))}")
-        if (longest_tokens is None) == (aggregation == "sequence_sum"):
-            raise ConfigError(f"longest_tokens is {longest_tokens} with {aggregation}; it goes with sequence_sum only")
-        positive: dict[str, float] = {
-            "learning_rate": learning_rate,
-            "max_gradient_norm": max_gradient_norm,
-            "longest_tokens": 1 if longest_tokens is None else longest_tokens,
-            "minibatches": minibatches,
-            "micro_batch_tokens": micro_batch_tokens,
-            "temperature": temperature,
-            "threads": threads,
-            "step_timeout_s": step_timeout_s,
-            "decay_steps": 1 if decay_steps is None else decay_steps,
-        }
-        for name, value in positive.items():
-            if not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be above 0")
-        for name, value in (("weight_decay", weight_decay), ("warmup_steps", warmup_steps)):
-            if not value >= 0:
-                raise ConfigError(f"{name} is {value}; it must not be negative")
-        for name, beta in (("betas[0]", betas[0]), ("betas[1]", betas[1])):
-            if not 0 <= beta < 1:
-                raise ConfigError(f"{name} is {beta}; it must be at least 0 and below 1")
         self.settings = TrainerSettings(
             model=str(model),
             loss=loss_settings(loss, loss_parameters or {}),
@@ -170,6 +177,7 @@ class LocalTrainer:
             temperature=temperature,
             threads=threads,
         )
+        _refuse_impossible(self.settings, step_timeout_s)
         self._step_timeout_s = step_timeout_s
         self._child: Child[Answer] | None = None
         self._calls = itertools.count(1)

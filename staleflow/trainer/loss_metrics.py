@@ -7,6 +7,7 @@ forward pass and its results do not depend on micro-batches or padding. Sums are
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -38,24 +39,37 @@ def measure(measured: Sequence[Measured], *, loss: float, gradient_norm: float, 
     lengths = torch.cat([part.tokens.lengths.cpu() for part in measured])
     staleness = torch.cat([part.staleness.cpu() for part in measured])
     cut = torch.cat([part.cut.cpu() for part in measured])
-    known = [part for part in measured if part.proximal_known]
-    proximal = _together([part.tokens.proximal_logprobs for part in known])
-    gaps = proximal - _together([part.tokens.behaviour_logprobs for part in known])
-    held = gaps.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return StepMetrics(
+    metrics = StepMetrics(
         loss=loss,
         gradient_norm=gradient_norm,
         tokens=tokens,
         measured_tokens=len(cut),
         entropy=_together([part.tokens.entropy for part in measured]).mean().item(),
         cut_share=cut.double().mean().item(),
-        k1=-gaps.mean().item(),
-        k3=(held.exp() - 1 - held).mean().item(),
-        behaviour_ratio=_moments(gaps),
         policy_ratio=_moments(policy_gaps),
         cut_by_staleness=_cut_by(staleness, cut),
         cut_by_length=_cut_by(_length_classes(lengths).repeat_interleave(lengths), cut),
-        agreement=_agreement(known, proximal),
+    )
+    return _with_start_of_step(metrics, [part for part in measured if part.proximal_known])
+
+
+def _with_start_of_step(metrics: StepMetrics, known: Sequence[Measured]) -> StepMetrics:
+    """Add what can be said only where the proximal logprobs are known."""
+    if not known:
+        return metrics
+    proximal = _together([part.tokens.proximal_logprobs for part in known])
+    behaviour = _together([part.tokens.behaviour_logprobs for part in known])
+    gaps = proximal - behaviour
+    held = gaps.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    lengths = torch.cat([part.tokens.lengths.cpu() for part in known])
+    staleness = torch.cat([part.staleness.cpu() for part in known])
+    fresh = _fresh_throughout(staleness, lengths)
+    return msgspec.structs.replace(
+        metrics,
+        k1=-gaps.mean().item(),
+        k3=(held.exp() - 1 - held).mean().item(),
+        behaviour_ratio=_moments(gaps),
+        agreement=_agreement(proximal[fresh], behaviour[fresh]) if bool(fresh.any()) else None,
     )
 
 
@@ -85,16 +99,14 @@ def _length_classes(lengths: Tensor) -> Tensor:
     return longest[share]
 
 
-def _agreement(known: Sequence[Measured], proximal: Tensor) -> Agreement | None:
-    """None without a trajectory that is fresh throughout: a stale beginning leaves a stale cache behind it."""
-    lengths = torch.cat([part.tokens.lengths.cpu() for part in known])
-    staleness = torch.cat([part.staleness.cpu() for part in known])
+def _fresh_throughout(staleness: Tensor, lengths: Tensor) -> Tensor:
+    """Which tokens are of trajectories without a stale token: a stale beginning leaves a stale cache behind it."""
     sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
-    fresh = (sequence.bincount((staleness > 0).double(), minlength=len(lengths)) == 0)[sequence]
-    trainer = proximal[fresh]
-    engine = _together([part.tokens.behaviour_logprobs for part in known])[fresh]
-    if len(trainer) == 0:
-        return None
+    stale_tokens = sequence.bincount((staleness > 0).double(), minlength=len(lengths))
+    return (stale_tokens == 0)[sequence]
+
+
+def _agreement(trainer: Tensor, engine: Tensor) -> Agreement:
     gaps = trainer - engine
     engine_centred, trainer_centred = engine - engine.mean(), trainer - trainer.mean()
     covariance = (engine_centred * trainer_centred).mean().item()

@@ -180,4 +180,4 @@ def _of_string(loss: str) -> tuple[str, str]:
     if found is None or found.origin is None or not found.has_location or not name.isidentifier():
         raise ConfigError(f"loss is {loss!r}; it must be 'module:function', of a module that can be imported here")
     depth = module.count(".") + (found.submodule_search_locations is not None)
-    return loss, str(Path(found.origin).resolve().parents[depth])
+    return loss, str(Path(found.origin).absolute().parents[depth])

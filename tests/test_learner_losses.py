@@ -155,6 +155,32 @@ def test_statistics_of_a_whole_update_include_trajectories_without_advantage(mod
     assert make_learner(model, loss="ppo").step(calmer).loss == make_learner(model, loss="ppo").step(data).loss
 
 
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_figures_of_the_start_of_a_step_are_of_its_weights(model: Path, name: str) -> None:
+    """Of all updates where the loss has these logprobs anyway, otherwise of the first."""
+    settings = {"loss": name, "learning_rate": 0.05}
+    data = batch()
+    halves = make_learner(model, minibatches=2, **settings).step(data)
+    covered = data if LOSSES[name].uses_proximal else TrainBatch(0, data.groups[:2])
+    start = make_learner(model, **settings).step(covered)
+    assert halves.k3 == pytest.approx(start.k3, rel=1e-5)
+    assert halves.behaviour_ratio.mean == pytest.approx(start.behaviour_ratio.mean, rel=1e-5)
+    assert halves.policy_ratio.mean != pytest.approx(make_learner(model, **settings).step(data).policy_ratio.mean)
+
+
+@EVERY
+def test_entropy_is_of_the_policy_however_the_loss_is_computed(model: Path, name: str) -> None:
+    metrics = make_learner(model, loss=name, advantages="constant").step(batch())
+    plain = load(model)
+    entropies = []
+    for one in batch().trajectories:
+        logprobs = plain(torch.tensor([one.token_ids])).logits[0].log_softmax(-1)
+        each = -(logprobs.exp() * logprobs).sum(-1)
+        entropies += [each[place - 1].item() for place, origin in enumerate(origins(one)) if origin]
+    assert metrics.measured_tokens == len(entropies)
+    assert metrics.entropy == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)
+
+
 # -- choices that are not the loss -------------------------------------------------------------------------------------
 
 

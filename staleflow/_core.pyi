@@ -367,7 +367,8 @@ class LedgerReplay:
     """Iterates over a journal. Yields ``(t, ledger)`` for every noted time: the ledger as it was then.
 
     It is one ledger that changes from item to item, and that nobody else may change; take a
-    `StalenessLedger.snapshot` to keep a moment. An item raises `SnapshotError` if the journal is damaged there. Changes after the last noted time count as of that time.
+    `StalenessLedger.snapshot` to keep a moment. An item raises `SnapshotError` if the journal is damaged there.
+    Changes after the last noted time count as of that time.
     """
 
     @property

@@ -94,6 +94,11 @@ class Recorder:
         self._folder.metrics(record)
         self.flush()
 
+    @property
+    def evaluated_step(self) -> int | None:
+        """The step that was evaluated last; None before the first evaluation."""
+        return self._evaluations[-1].step if self._evaluations else None
+
     def evaluated(self, evaluation: Evaluation) -> None:
         """The held-out tasks have been played."""
         self._evaluations.append(evaluation)

@@ -11,7 +11,13 @@ MODULES = sorted((ROOT / "staleflow").rglob("*.py"))
 FOUNDATIONS = {"clock", "errors", "types"}
 STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_folder", "view", "process", "queue"}
 COMMANDS = {"__main__", "cli", "bench", "explain"}
-RUN_IN_CHILDREN = {"engines/embedded_server.py", "trainer/learner.py", "trainer/local_server.py", "trainer/losses.py"}
+RUN_IN_CHILDREN = {
+    "engines/embedded_server.py",
+    "trainer/learner.py",
+    "trainer/local_server.py",
+    "trainer/losses.py",
+    "trainer/state.py",
+}
 
 
 def imports(module: Path, *, top_level_only: bool = False) -> set[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from staleflow.errors import TrainerError
+from staleflow.trainer import state
 from staleflow.trainer.local import TrainerSettings
 from staleflow.trainer.losses import LOSSES, Clip, group_advantages
 from staleflow.types import StepMetrics, TrainBatch, Trajectory
@@ -184,6 +185,14 @@ class Learner:
             folder.rename(replaced)
         partial.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights and optimizer; the learning rate is a function of the step, and nothing here is random."""
+        state.save(self._model, self._optimizer, folder)
+
+    def load_state(self, folder: Path) -> None:
+        """Become what was written; raises :class:`TrainerError` when it is of another model."""
+        state.load(self._model, self._optimizer, folder)
 
     def _update(self, sequences: Sequences, rows: Tensor, proximal: Tensor | None, step: int) -> "_Update":
         settings = self._settings

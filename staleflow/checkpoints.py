@@ -170,7 +170,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
         cut = msgspec.msgpack.decode(_read(folder / CONTROLLER), type=Cut)
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"{folder / CONTROLLER} cannot be read: {error}") from error
+    if folder.name != str(cut.step):
+        raise CheckpointError(f"checkpoint {folder} is that of step {cut.step}: rename its folder back")
     return Checkpoint(folder, cut)
+
+
+def newest_step(run_dir: Path) -> int | None:
+    """The step of the newest checkpoint of a run; None if there is none."""
+    return max(_steps(run_dir / FOLDER), default=None)
 
 
 def _found(path: Path) -> Path:

@@ -200,6 +200,12 @@ def test_what_is_no_checkpoint_is_named(run_dir: Path, tmp_path: Path) -> None:
         open_checkpoint(manifest.parent)
 
 
+def test_checkpoint_under_another_name_is_refused(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "4").rename(run_dir / "checkpoints" / "7")
+    with pytest.raises(CheckpointError, match=r"checkpoints/7 is that of step 4: rename its folder back"):
+        open_checkpoint(run_dir)
+
+
 def test_history_that_is_too_short_is_named(scripted: Scripted, run_dir: Path) -> None:
     events = run_dir / "events.jsonl"
     events.write_bytes(events.read_bytes()[:100])
@@ -288,6 +294,18 @@ def test_tasks_come_back_with_their_types(scripted: Scripted, tmp_path: Path) ->
     assert killed(run, 2.0, tmp_path / "killed") is None
     resumed = scripted(CONFIG, tasks=problems(), rollout=rollout, resume=tmp_path / "killed")
     check_history(resumed.run_dir, CONFIG, virtually(resumed.pipeline.run()))
+
+
+def test_source_that_ends_is_exhausted_once(scripted: Scripted, tmp_path: Path) -> None:
+    def tasks() -> ListTasks[int]:
+        return ListTasks(range(13), epochs=1)
+
+    config = msgspec.structs.replace(CONFIG, steps=100)
+    assert killed(scripted(config, tasks=tasks(), engines=[ScriptedEngine(token_s=0.1)]), 2.0, tmp_path / "run") is None
+    run = scripted(config, tasks=tasks(), resume=tmp_path / "run")
+    report = virtually(run.pipeline.run())
+    assert (report.ended, report.steps) == ("source_exhausted", 6)
+    check_history(run.run_dir, config, report)
 
 
 def test_task_that_cannot_be_saved_is_named_at_the_first_checkpoint(scripted: Scripted) -> None:

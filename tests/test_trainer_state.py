@@ -1,6 +1,7 @@
 """Weights and optimizer of the learner on disk: training goes on as if there had been no interruption."""
 
 import asyncio
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,17 @@ def test_torch_reads_it_without_staleflow(model: Path, tmp_path: Path) -> None:
     state = torch.load(tmp_path / "state.pt", weights_only=False)
     torch.testing.assert_close(state["model"]["model.norm.weight"], parameters(learner)["model.norm.weight"].data)
     assert state["optimizer"]["state"]["model.norm.weight"]["step"] == 1
+
+
+def test_disk_full_is_an_error_of_the_trainer(model: Path, tmp_path: Path) -> None:
+    learner = make(model)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(TrainerError, match=r"OSError: .*File too large"):
+            learner.save_state(tmp_path / "state")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import staleflow
+from staleflow.trainer.loss_settings import BY_NAME
 
 if TYPE_CHECKING:
     from warm_start import Problem
@@ -137,7 +138,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-staleness", type=int, default=2, help="hard bound in versions; 0 is synchronous")
     parser.add_argument("--steps", type=int, default=900, help="train steps")
     parser.add_argument("--seed", type=int, default=1, help="of the model, the split, the order of tasks, the sampler")
-    parser.add_argument("--loss", choices=("ppo", "decoupled_ppo"), default="decoupled_ppo")
+    parser.add_argument("--loss", choices=sorted(BY_NAME), default="decoupled_ppo")
     parser.add_argument("--learning-rate", type=float, default=7e-4, help="at the first step; falls to a tenth")
     parser.add_argument("--run-dir", type=Path, default=None, help="run folder (default: runs/<local time>)")
     return parser.parse_args()

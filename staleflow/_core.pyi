@@ -151,16 +151,17 @@ class StalenessLedger:
         """Make an empty ledger at version 0 whose next batch is 0.
 
         Args:
-            batch_size: groups per train step, 1 to 2147483647.
+            batch_size: groups per train step, 1 to 16777216.
             max_staleness: the bound in published versions, 0 to 1000000. 0 is synchronous training.
             group_size: trajectories per group, 1 to 65536.
-            extra_groups: groups admitted beyond ``batch_size`` for every batch, 0 to 2147483647. A batch is then
+            extra_groups: groups admitted beyond ``batch_size`` for every batch, 0 to 16777216. A batch is then
                 ready with any ``batch_size`` complete groups, and those left behind at their deadline expire.
             extra_members: members played beyond ``group_size`` in every group, 0 to 65536. The first
                 ``group_size`` to finish make the group complete; completions of the others are late.
 
         Raises:
-            ConfigError: a value is out of range; names the argument, the value and what is allowed.
+            ConfigError: a value is out of range, or all of them together allow more than 268435456 trajectories to
+                be live; names the argument, the value and what is allowed.
         """
     @property
     def batch_size(self) -> int:
@@ -335,7 +336,8 @@ class StalenessLedger:
     def start_journal(self) -> None:
         """Keep a journal of every change of state from here on, a few bytes each.
 
-        Whoever starts it calls `take_journal` now and then. A restored ledger keeps none; see `continue_journal`.
+        Whoever starts it calls `take_journal` now and then. A restored ledger keeps none. To start again is to begin
+        another journal: what was not taken of the first is gone; to go on with one is `continue_journal`.
         """
     def continue_journal(self, noted_s: float) -> None:
         """Keep a journal from here on that is the end of another one; what is taken is to be appended to that.
@@ -370,8 +372,9 @@ class StalenessLedger:
 class LedgerReplay:
     """Iterates over a journal. Yields ``(t, ledger)`` for every noted time: the ledger as it was then.
 
-    It is one ledger that changes from item to item; take a `StalenessLedger.snapshot` to keep a moment. An item
-    raises `SnapshotError` if the journal is damaged there. Changes after the last noted time count as of that time.
+    It is one ledger that changes from item to item, and that nobody else may change; take a
+    `StalenessLedger.snapshot` to keep a moment. An item raises `SnapshotError` if the journal is damaged there.
+    Changes after the last noted time count as of that time.
     """
 
     @property

@@ -23,7 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         exit_code: int = parsed.run(parsed)
+        sys.stdout.flush()
     except StaleflowError as error:
+        print(f"staleflow: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        # What was to be printed or written has no room, or nobody reads it any more.
         print(f"staleflow: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

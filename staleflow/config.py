@@ -15,11 +15,15 @@ finished."""
 class StragglerPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """When a batch no longer waits for its last groups. Every use is counted, and biases the data against long work.
 
+    A group that the action cannot help is left alone: it is replaced only if another task is at hand, truncated only if
+    a request of it runs on an engine, and closed short only if two members have finished (one, in groups of one).
+
     Args:
-        action: see :data:`StragglerAction`. A group that it cannot help is left alone: one of which nothing runs on an
-            engine cannot be truncated, one of which no member has finished cannot be closed short.
-        patience_s: how often the policy is consulted while the trainer waits for a batch.
-        max_blockers: nothing is done while the batch waits for more groups than this.
+        action: see :data:`StragglerAction`.
+        patience_s: how often the policy is consulted while the trainer waits for a batch, and how old a group must be
+            to be a straggler.
+        max_blockers: nothing is done while the batch waits for more groups than this, and no more than this are
+            hurried for one batch.
     """
 
     action: StragglerAction

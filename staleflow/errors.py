@@ -9,7 +9,7 @@
     │   ├── RolloutTimeoutError     did not return before its deadline
     │   ├── RewardError             returned something that is not a finite number
     │   ├── ContextError            sent a prompt that its trajectory cannot take
-    │   ├── TruncatedError          asked for more after its trajectory was cut short
+    │   ├── TruncatedError          went on asking after its trajectory was cut short
     │   └── TooManyFailuresError    failed so often that the run was ended
     ├── LedgerError             an illegal call to the ledger; its state is unchanged
     │   ├── UnknownGroupError       no live group has this id
@@ -58,7 +58,7 @@ class ContextError(RolloutError):
 
 
 class TruncatedError(RolloutError):
-    """The straggler policy has cut the trajectory short: it can be scored, but the policy says no more."""
+    """The straggler policy has cut the trajectory short, and its rollout goes on asking for more."""
 
 
 class TooManyFailuresError(RolloutError):

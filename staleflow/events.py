@@ -3,35 +3,41 @@
 ``t`` is seconds since the start of the run. The log is a function of the seed when the run is on a virtual clock.
 """
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+"""Since the start of the run."""
+
+EngineIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""Counts the engines of the run from 0."""
 
 
 class PhaseBegan(msgspec.Struct, tag="phase_began", tag_field="event", frozen=True):
     """The run has come to this phase of its life."""
 
-    t: float
+    t: Seconds
     phase: str
 
 
 class TaskFetched(msgspec.Struct, tag="task_fetched", tag_field="event", frozen=True):
     """The next task is at hand; from the admission before until now the source was awaited."""
 
-    t: float
+    t: Seconds
     task: int
 
 
 class SourceEnded(msgspec.Struct, tag="source_ended", tag_field="event", frozen=True):
     """The task source has no more."""
 
-    t: float
+    t: Seconds
 
 
 class Admitted(msgspec.Struct, tag="admitted", tag_field="event", frozen=True):
     """The ledger admitted a group for ``task`` at ``version``."""
 
-    t: float
+    t: Seconds
     group: int
     task: int
     version: int
@@ -41,22 +47,22 @@ class Requested(msgspec.Struct, tag="requested", tag_field="event", frozen=True)
     """A rollout asked for tokens; the request waits for an engine. Its id is group, member, attempt and a count, with
     dots between. The group of an evaluation is 0, and its attempt the version evaluated."""
 
-    t: float
+    t: Seconds
     request: str
 
 
 class Routed(msgspec.Struct, tag="routed", tag_field="event", frozen=True):
     """A request was sent to an engine."""
 
-    t: float
+    t: Seconds
     request: str
-    engine: int
+    engine: EngineIndex
 
 
 class Answered(msgspec.Struct, tag="answered", tag_field="event", frozen=True):
     """The engine has answered a request."""
 
-    t: float
+    t: Seconds
     request: str
     tokens: int
 
@@ -64,14 +70,14 @@ class Answered(msgspec.Struct, tag="answered", tag_field="event", frozen=True):
 class Dropped(msgspec.Struct, tag="dropped", tag_field="event", frozen=True):
     """A request has ended without an answer: it was cancelled, or the engine failed."""
 
-    t: float
+    t: Seconds
     request: str
 
 
 class Finished(msgspec.Struct, tag="finished", tag_field="event", frozen=True):
     """A member has its reward; ``versions`` are the oldest and the newest of its sampled tokens."""
 
-    t: float
+    t: Seconds
     group: int
     member: int
     attempt: int
@@ -83,7 +89,7 @@ class Finished(msgspec.Struct, tag="finished", tag_field="event", frozen=True):
 class Failed(msgspec.Struct, tag="failed", tag_field="event", frozen=True):
     """An attempt of a member failed."""
 
-    t: float
+    t: Seconds
     group: int
     member: int
     attempt: int
@@ -93,7 +99,7 @@ class Failed(msgspec.Struct, tag="failed", tag_field="event", frozen=True):
 class Truncated(msgspec.Struct, tag="truncated", tag_field="event", frozen=True):
     """The straggler policy has cut a member short: what it has sampled so far is to be scored."""
 
-    t: float
+    t: Seconds
     group: int
     member: int
 
@@ -101,7 +107,7 @@ class Truncated(msgspec.Struct, tag="truncated", tag_field="event", frozen=True)
 class ClosedShort(msgspec.Struct, tag="closed_short", tag_field="event", frozen=True):
     """The straggler policy has made do with these members of a group; it is complete."""
 
-    t: float
+    t: Seconds
     group: int
     members: tuple[int, ...]
 
@@ -109,14 +115,14 @@ class ClosedShort(msgspec.Struct, tag="closed_short", tag_field="event", frozen=
 class Completed(msgspec.Struct, tag="completed", tag_field="event", frozen=True):
     """As many members of a group have finished as it needs."""
 
-    t: float
+    t: Seconds
     group: int
 
 
 class Filtered(msgspec.Struct, tag="filtered", tag_field="event", frozen=True):
     """A complete group was taken out because nothing can be learned from it."""
 
-    t: float
+    t: Seconds
     group: int
     reason: str
 
@@ -124,7 +130,7 @@ class Filtered(msgspec.Struct, tag="filtered", tag_field="event", frozen=True):
 class Aborted(msgspec.Struct, tag="aborted", tag_field="event", frozen=True):
     """A group was given up."""
 
-    t: float
+    t: Seconds
     group: int
     reason: str
 
@@ -132,14 +138,14 @@ class Aborted(msgspec.Struct, tag="aborted", tag_field="event", frozen=True):
 class Expired(msgspec.Struct, tag="expired", tag_field="event", frozen=True):
     """The last batch that could have held a group was filled without it."""
 
-    t: float
+    t: Seconds
     group: int
 
 
 class Consumed(msgspec.Struct, tag="consumed", tag_field="event", frozen=True):
     """The trainer took a batch."""
 
-    t: float
+    t: Seconds
     batch: int
     groups: tuple[int, ...]
 
@@ -147,36 +153,36 @@ class Consumed(msgspec.Struct, tag="consumed", tag_field="event", frozen=True):
 class Released(msgspec.Struct, tag="released", tag_field="event", frozen=True):
     """A batch came back untrained."""
 
-    t: float
+    t: Seconds
     batch: int
 
 
 class Published(msgspec.Struct, tag="published", tag_field="event", frozen=True):
     """New weights can be pulled."""
 
-    t: float
+    t: Seconds
     version: int
 
 
 class Stalled(msgspec.Struct, tag="stalled", tag_field="event", frozen=True):
     """No step has come for a while; that is all, and tells how far the log goes."""
 
-    t: float
+    t: Seconds
 
 
 class SyncBegan(msgspec.Struct, tag="sync_began", tag_field="event", frozen=True):
     """An engine was told to pull ``version``."""
 
-    t: float
-    engine: int
+    t: Seconds
+    engine: EngineIndex
     version: int
 
 
 class Synced(msgspec.Struct, tag="synced", tag_field="event", frozen=True):
     """An engine confirmed that it serves ``version``."""
 
-    t: float
-    engine: int
+    t: Seconds
+    engine: EngineIndex
     version: int
 
 
@@ -208,7 +214,7 @@ class Resumed(msgspec.Struct, tag="resumed", tag_field="event", frozen=True):
 class Evaluated(msgspec.Struct, tag="evaluated", tag_field="event", frozen=True):
     """The held-out tasks were played; ``versions`` are the oldest and the newest that answered."""
 
-    t: float
+    t: Seconds
     step: int
     reward: float
     tasks: int

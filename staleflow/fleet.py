@@ -110,7 +110,7 @@ class Fleet:
             if chosen.done() and not chosen.cancelled():
                 del self._slots[chosen.result()].requests[request.request_id]
                 self.load.ended()
-                self._changed()
+            self._changed()
         check_generation(request, generation, oldest=min_version, published=self._published())
         return index, generation
 

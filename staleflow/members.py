@@ -8,6 +8,7 @@ Invariant: the ledger and the store hear of every change in the same instant, wi
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Generic, assert_never
@@ -15,7 +16,7 @@ from typing import Any, Generic, assert_never
 from staleflow import clock
 from staleflow._core import StalenessLedger
 from staleflow.blockers import Activity, Blocker, Member, blocker
-from staleflow.config import Config, StragglerPolicy
+from staleflow.config import Config, StragglerAction, StragglerPolicy
 from staleflow.errors import LedgerError
 from staleflow.events import (
     Aborted,
@@ -36,6 +37,9 @@ from staleflow.recorder import Recorder
 from staleflow.rollout import LLM, Rollout, play
 from staleflow.store import Group, Player, TrajectoryStore
 from staleflow.types import FinishReason, GenerateRequest, Segment, TaskData, Trajectory
+
+TIMER_RESOLUTION_S = 1e-3
+"""A timer of the event loop may go off so much early."""
 
 GroupFilter = Callable[[Sequence[Trajectory]], str | None]
 """Why a complete group should not be trained on, or None."""
@@ -73,6 +77,7 @@ class Members(Generic[TaskData]):
         self.batch_may_be_ready = asyncio.Event()
         self.failures = FailureLimit(config.max_failure_share)
         self.truncated = 0
+        self._hurried: Counter[int] = Counter()
         self._rollout = rollout
         self._group_filter = group_filter
         self._config = config
@@ -226,27 +231,41 @@ class Members(Generic[TaskData]):
             return Member(Activity.QUEUED, self._recorder.t(queued_s))
         return Member(Activity.IN_ROLLOUT, self._recorder.t(player.since_s))
 
-    def hurry(self, policy: StragglerPolicy) -> None:
-        """Use the straggler policy on the groups that the next batch waits for, if they are few enough."""
-        blockers = self._ledger.blockers()
+    def hurry(self, policy: StragglerPolicy, *, task_at_hand: bool) -> None:
+        """Use the straggler policy on the groups that the next batch waits for, if they are few and old enough."""
+        batch, blockers = self._ledger.next_batch, self._ledger.blockers()
         # While groups are missing that are not even admitted, hurrying the others helps nobody.
         missing = self._ledger.statistics().complete + len(blockers) < self._config.batch_size
         if missing or len(blockers) > policy.max_blockers:
             return
-        for blocking in blockers:
-            group = self._store.group(blocking)
-            match policy.action:
-                case "replace":
-                    self.abort(group, "straggler")
-                case "truncate":
-                    self._truncate(group)
-                case "close_short":
-                    self._close_short(group)
-                case _:
-                    assert_never(policy.action)
+        # No more uses for one batch than it may have blockers: groups that are all slow would be replaced for ever.
+        left = policy.max_blockers - self._hurried[batch]
+        admitted_by_s = clock.now() - policy.patience_s + TIMER_RESOLUTION_S
+        aged = [group for group in map(self._store.group, blockers) if group.admitted_s <= admitted_by_s]
+        for group in aged[:left]:
+            if self._hurry(group, policy.action, task_at_hand=task_at_hand):
+                self._hurried[batch] += 1
+                # One task is at hand at a time.
+                task_at_hand = False
         self.changed.set()
 
-    def _truncate(self, group: Group[TaskData]) -> None:
+    def _hurry(self, group: Group[TaskData], action: StragglerAction, *, task_at_hand: bool) -> bool:
+        """Whether anything could be done about the group."""
+        match action:
+            case "replace":
+                # Without a task for another group, the batch would be worse off.
+                if task_at_hand:
+                    self.abort(group, "straggler")
+                return task_at_hand
+            case "truncate":
+                return self._truncate(group)
+            case "close_short":
+                return self._close_short(group)
+            case _:
+                assert_never(action)
+
+    def _truncate(self, group: Group[TaskData]) -> bool:
+        before = self.truncated
         for member, player in group.players.items():
             request_id = player.trajectory.newest_request_id
             if self._fleet.running(request_id) is not None and not player.trajectory.truncated:
@@ -254,10 +273,14 @@ class Members(Generic[TaskData]):
                 self.truncated += 1
                 self._recorder.event(Truncated(self._recorder.t(), group.id, member))
                 self._spawn(self._fleet.truncate(request_id), f"truncate {request_id}")
+        return self.truncated > before
 
-    def _close_short(self, group: Group[TaskData]) -> None:
+    def _close_short(self, group: Group[TaskData]) -> bool:
         members = tuple(trajectory.member for trajectory in group.trajectories())
-        if members:
-            self._ledger.close_short(group.id)
-            self._recorder.event(ClosedShort(self._recorder.t(), group.id, members))
-            self._group_complete(group)
+        # One member alone has nothing to be compared with, unless groups are of one.
+        if len(members) < min(2, self._config.group_size):
+            return False
+        self._ledger.close_short(group.id)
+        self._recorder.event(ClosedShort(self._recorder.t(), group.id, members))
+        self._group_complete(group)
+        return True

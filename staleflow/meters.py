@@ -54,8 +54,8 @@ class StalenessMeter:
         self.trajectories = 0
         self.stale_trajectories = 0
 
-    def add(self, batch: TrainBatch) -> tuple[float, int]:
-        """Count a batch; returns its own mean and maximum."""
+    def add(self, batch: TrainBatch) -> tuple[int, float, int]:
+        """Count a batch; returns its own minimum, mean and maximum."""
         counts: Counter[int] = Counter()
         for trajectory in batch.trajectories:
             gaps = [batch.step - version for version in trajectory.versions]
@@ -63,7 +63,7 @@ class StalenessMeter:
             self.trajectories += 1
             self.stale_trajectories += max(gaps) > 0
         self.histogram += counts
-        return _mean(counts), max(counts)
+        return min(counts), _mean(counts), max(counts)
 
     @property
     def mean(self) -> float:

@@ -239,7 +239,8 @@ class Pipeline(Generic[TaskData]):
         self._enter("evaluating after the last step")
         if self._evaluation is not None:
             await self._evaluation
-        await self._evaluate(at_once=self._fleet.capacity)
+        if self._recorder.evaluated_step != self._ledger.published:
+            await self._evaluate(at_once=self._fleet.capacity)
         self._enter("saving")
         await self._trainer.save(self._folder.checkpoint)
         self._enter("done")
@@ -401,7 +402,7 @@ class Pipeline(Generic[TaskData]):
                     await self._members.batch_may_be_ready.wait()
             except TimeoutError:
                 if policy is not None:
-                    self._members.hurry(policy)
+                    self._members.hurry(policy, task_at_hand=self._rollouts.task_at_hand)
                     patience_ends_s = clock.now() + policy.patience_s
         return True
 

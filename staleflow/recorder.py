@@ -3,6 +3,7 @@
 It is told what has happened and never asks; nothing depends on it but what a person sees.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 
 from staleflow import clock
@@ -13,7 +14,10 @@ from staleflow.loop_lag import LoopLag
 from staleflow.meters import RecentSteps, StalenessMeter
 from staleflow.run_folder import RunFolder
 from staleflow.statistics import Accounting, Evaluation, PipelineStatistics, Report, StepRecord
+from staleflow.trainer.agreement import disagreement
 from staleflow.types import StepMetrics, TrainBatch
+
+logger = logging.getLogger("staleflow")
 
 
 class Recorder:
@@ -37,6 +41,7 @@ class Recorder:
         self._staleness = StalenessMeter()
         self._recent = RecentSteps()
         self.evaluations: list[Evaluation] = []
+        self._agreement_checked = False
         if resumed is None:
             ledger.start_journal()
             self.started_s, self._newest_t = clock.now(), 0.0
@@ -79,7 +84,8 @@ class Recorder:
         self, batch: TrainBatch, metrics: StepMetrics, *, trainer_wait_s: float, train_s: float, publish_s: float
     ) -> None:
         """A batch has been trained and published."""
-        staleness_mean, staleness_max = self._staleness.add(batch)
+        self._check_agreement(metrics)
+        staleness_min, staleness_mean, staleness_max = self._staleness.add(batch)
         self._trainer_wait_s += trainer_wait_s
         rollout_wait_s = self._rollout_wait_s()
         rewards = [trajectory.reward or 0.0 for trajectory in batch.trajectories]
@@ -87,6 +93,7 @@ class Recorder:
             step=batch.step,
             t=self.t(),
             reward_mean=sum(rewards) / len(rewards),
+            staleness_min=staleness_min,
             staleness_mean=staleness_mean,
             staleness_max=staleness_max,
             sampled_tokens=metrics.tokens,
@@ -115,6 +122,11 @@ class Recorder:
             stale_trajectories=self._staleness.stale_trajectories,
             evaluations=list(self.evaluations),
         )
+
+    @property
+    def evaluated_step(self) -> int | None:
+        """The step that was evaluated last; None before the first evaluation."""
+        return self.evaluations[-1].step if self.evaluations else None
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """The held-out tasks have been played."""
@@ -201,6 +213,14 @@ class Recorder:
 
     def _rollout_wait_s(self) -> float:
         return self._waited_before_s + self._idle_s()
+
+    def _check_agreement(self, metrics: StepMetrics) -> None:
+        """Compare trainer and engines once, as soon as a batch has tokens of the trainer's own version."""
+        if metrics.agreement is None or self._agreement_checked:
+            return
+        self._agreement_checked = True
+        if (warning := disagreement(metrics.agreement)) is not None:
+            logger.warning("%s", warning)
 
     def _accuracy(self, index: int) -> float | None:
         return self.evaluations[index].reward_mean if self.evaluations else None

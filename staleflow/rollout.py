@@ -18,6 +18,8 @@ from staleflow.errors import ContextError, RewardError, RolloutError, RolloutTim
 from staleflow.types import FinishReason, Segment, TaskData, Trajectory
 
 CANCEL_GRACE_S = 1.0
+MAX_UNANSWERED = 100
+"""Calls that a truncated trajectory may make in vain; one that makes more would never end."""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -48,6 +50,7 @@ class LLM:
         self._tokenizer = tokenizer
         self._max_model_tokens = max_model_tokens
         self._closed = False
+        self._unanswered = 0
         self.busy = False
 
     def close(self) -> None:
@@ -63,18 +66,18 @@ class LLM:
         Raises:
             ContextError: the trajectory would be empty, or longer than the model can serve, or a call of this
                 trajectory is still running; a trajectory is one sequence of tokens.
-            TruncatedError: the straggler policy has cut the trajectory short.
+            TruncatedError: the straggler policy has cut the trajectory short, and the rollout goes on asking. The
+                call that was cut returns what was sampled, later ones return nothing at once, all of them with
+                ``finish_reason`` ``"truncated"``, so that the rollout comes to its reward.
         """
         if max_new_tokens < 1:
             raise ContextError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         if self._closed:
             raise ContextError("the trajectory has ended: its rollout function has returned or was given up")
-        if self._trajectory.truncated:
-            raise TruncatedError(
-                "the straggler policy has cut this trajectory short; return a reward for what there is"
-            )
         if self.busy:
             raise ContextError("two generate calls of one trajectory at once; a trajectory is one sequence of tokens")
+        if self._trajectory.truncated:
+            return await self._say_nothing()
         injected = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
         length = len(self._trajectory.token_ids) + len(injected)
         if length == 0:
@@ -101,6 +104,17 @@ class LLM:
         logprobs = [logprob for segment in segments[before:] for logprob in segment.logprobs]
         text = "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
         return Completion(text, token_ids, logprobs, finish_reason)
+
+    async def _say_nothing(self) -> Completion:
+        self._unanswered += 1
+        if self._unanswered > MAX_UNANSWERED:
+            raise TruncatedError(
+                f"the straggler policy has cut this trajectory short, and {MAX_UNANSWERED} calls since then got no "
+                'answer; return a reward once finish_reason is "truncated"'
+            )
+        # A rollout that asks again and again must not keep the loop from everything else.
+        await asyncio.sleep(0)
+        return Completion("", [], [], "truncated")
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:

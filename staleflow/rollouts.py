@@ -69,6 +69,11 @@ class Rollouts(Generic[TaskData]):
         """Whether no group will become complete any more."""
         return self._exhausted and self._store.running_members == 0
 
+    @property
+    def task_at_hand(self) -> bool:
+        """Whether another group could be admitted at once, as far as tasks go."""
+        return self._next_task is not None
+
     def end(self, reason: str) -> None:
         """Admit nothing more and give up every group that no batch has taken."""
         self.admitting = False

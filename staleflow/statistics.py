@@ -19,6 +19,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     step: int
     t: float
     reward_mean: float
+    staleness_min: int
     staleness_mean: float
     staleness_max: int
     sampled_tokens: int

@@ -120,8 +120,12 @@ class TrajectoryStore(Generic[TaskData]):
 
     @property
     def waiting(self) -> tuple[WaitingRequest, ...]:
-        """The requests that no engine has, oldest first."""
-        return tuple(WaitingRequest(request, waiting.min_version) for request, waiting in self._waiting.items())
+        """The requests that no engine has, oldest first; one that was cancelled is none of them, forgotten or not."""
+        return tuple(
+            WaitingRequest(request, waiting.min_version)
+            for request, waiting in self._waiting.items()
+            if not waiting.chosen.done()
+        )
 
     def waiting_since_s(self, request_id: str) -> float | None:
         """When a request began to wait for an engine; None if it does not."""

@@ -199,9 +199,7 @@ class ScriptedTrainer:
         self.batches.append(batch)
         self.steps += 1
         tokens = sum(trajectory.sampled_tokens for trajectory in batch.trajectories)
-        return StepMetrics(
-            loss=0.0, gradient_norm=0.0, entropy=0.0, clipped_share=0.0, policy_lag_kl=0.0, tokens=tokens
-        )
+        return StepMetrics(loss=0.0, gradient_norm=0.0, tokens=tokens)
 
     async def publish(self, weights: Path) -> None:
         """Write an empty file."""

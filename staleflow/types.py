@@ -110,20 +110,65 @@ class TrainBatch(msgspec.Struct, frozen=True):
         return [trajectory for group in self.groups for trajectory in group]
 
 
+class RatioMoments(msgspec.Struct, frozen=True):
+    """A probability ratio over tokens: mean, mean square, and effective sample size as a share of the tokens."""
+
+    mean: float = 0.0
+    second_moment: float = 0.0
+    effective_share: float = 0.0
+
+
+class CutShare(msgspec.Struct, frozen=True):
+    """Of so many tokens, the share that the loss has masked, clipped or given a capped weight."""
+
+    tokens: int
+    share: float
+
+
+class Agreement(msgspec.Struct, frozen=True):
+    """How the trainer's logprobs agree with the engines' where both have the same weights.
+
+    Over the tokens of trajectories that are of the newest version throughout. With *gap* the trainer's logprob minus
+    the engine's: ``ratio_mean`` is the mean of ``exp(gap)``; ``slope`` and ``residual_rms`` are of the straight line
+    that best gives the trainer's logprobs from the engine's, and ``correlation`` is between them.
+    """
+
+    tokens: int
+    ratio_mean: float
+    gap_mean: float
+    gap_rms: float
+    slope: float
+    residual_rms: float
+    correlation: float
+
+
 class StepMetrics(msgspec.Struct, frozen=True):
     """What the trainer measured in one step.
 
-    ``loss`` is the mean over all sampled ``tokens`` of the batch. ``entropy``, ``clipped_share`` and ``policy_lag_kl``
-    are means over those with an advantage, the only ones that are computed; 0 when there is none.
+    ``loss`` is the mean over the step's optimizer updates, ``gradient_norm`` their maximum. ``tokens`` counts all
+    sampled tokens of the batch, ``measured_tokens`` those that had to be computed: where the loss allows it,
+    trajectories without an advantage are left out. All that follows is over the measured ones, each token counting
+    once, and 0 or empty when there is none.
 
-    ``policy_lag_kl`` is the mean of ``exp(d) - 1 - d`` with ``d`` the trainer's logprob before
-    the step minus the behaviour logprob (the k3 estimator): how far the data is from the policy that trains on it.
-    With several minibatches it is that of the first, since the others see weights the step has already changed.
+    ``behaviour_ratio`` is of the policy at the start of the step to the one that sampled, ``policy_ratio`` of the
+    policy being trained to the one that sampled. ``k1`` and ``k3`` estimate how far the data is from the policy at the
+    start of the step: the means of ``-d`` and of ``exp(d) - 1 - d``, with ``d`` the log of the former ratio. With
+    several updates and a loss that does not need that policy, these three are of the first update.
+
+    ``cut_by_staleness`` has the staleness of a token as key. ``cut_by_length`` divides trajectories by length into
+    tenths; its key is the longest of each, in sampled tokens, and trajectories of one length are never divided.
     """
 
     loss: float
     gradient_norm: float
-    entropy: float
-    clipped_share: float
-    policy_lag_kl: float
     tokens: int
+    measured_tokens: int = 0
+    entropy: float = 0.0
+    cut_share: float = 0.0
+    k1: float = 0.0
+    k3: float = 0.0
+    behaviour_ratio: RatioMoments = RatioMoments()
+    policy_ratio: RatioMoments = RatioMoments()
+    cut_by_staleness: dict[int, CutShare] = {}
+    cut_by_length: dict[int, CutShare] = {}
+    agreement: Agreement | None = None

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Unpack
 
@@ -12,6 +13,17 @@ from tiny_child import Reply
 from staleflow import Config
 from staleflow.errors import EngineError
 from staleflow.process import Child
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """The tests' models are too small for two, and threads that wait for a busy core spin."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

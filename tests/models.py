@@ -1,11 +1,18 @@
 """What the tests with real models share: tiny Llamas, weights files, and the logprobs that plain torch gives."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from staleflow import LocalTrainer
 from staleflow.testing import character_llama
-from staleflow.types import Segment, Trajectory
+from staleflow.types import Segment, StepMetrics, TrainBatch, Trajectory
+
+if TYPE_CHECKING:
+    from staleflow.trainer.learner import Learner
 
 ALPHABET = "0123456789+="
 VOCABULARY = 2 + len(ALPHABET)
@@ -67,9 +74,56 @@ def sampled(tokens: list[int], logprobs: list[float]) -> Segment:
     return Segment(tokens, True, 0, logprobs, [0] * len(tokens))
 
 
+def figures(metrics: StepMetrics) -> dict[str, float]:
+    """Every number in the metrics, by its path."""
+
+    def walk(path: str, value: Any) -> Iterator[tuple[str, float]]:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                yield from walk(f"{path}.{name}", inner)
+        elif value is not None:
+            yield path, value
+
+    return dict(walk("", msgspec.to_builtins(metrics)))
+
+
 def injected(*tokens: int) -> Segment:
     return Segment(list(tokens), False)
 
 
 def trajectory(group: int, member: int, reward: float, *segments: Segment) -> Trajectory:
     return Trajectory(group, group, member, 0, 0.0, segments=list(segments), reward=reward)
+
+
+def make_learner(model: Path, **settings: Any) -> "Learner":
+    from staleflow.trainer.learner import Learner
+
+    return Learner(LocalTrainer(model, **({"learning_rate": 1e-3} | settings)).settings)
+
+
+def batch(step: int = 0) -> TrainBatch:
+    """Two turns with an injected observation between, one after the end, and lengths that differ."""
+    import torch
+
+    random = torch.Generator().manual_seed(step)
+
+    def tokens(count: int) -> list[int]:
+        return [int(token) for token in torch.randint(2, VOCABULARY, (count,), generator=random)]
+
+    def logprobs(count: int) -> list[float]:
+        return [float(value) for value in -2.6 + 0.4 * torch.randn(count, generator=random)]
+
+    groups = []
+    for group in range(4):
+        prompt = tokens(2 + group)
+        members = []
+        for member in range(3):
+            first, second = 1 + (group + member) % 3, 1 + member
+            segments = [injected(*prompt), sampled(tokens(first), logprobs(first))]
+            if member > 0:
+                segments += [injected(*tokens(2)), sampled(tokens(second), logprobs(second))]
+            if member == 2:
+                segments += [injected(*tokens(5))]
+            members.append(trajectory(group, member, float((group * member) % 3), *segments))
+        groups.append(members)
+    return TrainBatch(step, groups)

@@ -11,12 +11,9 @@ MODULES = sorted((ROOT / "staleflow").rglob("*.py"))
 FOUNDATIONS = {"clock", "errors", "types"}
 STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_folder", "view", "process", "queue"}
 COMMANDS = {"__main__", "cli", "bench", "explain"}
-RUN_IN_CHILDREN = {
-    "engines/embedded_server.py",
-    "trainer/learner.py",
-    "trainer/local_server.py",
-    "trainer/losses.py",
-    "trainer/state.py",
+RUN_IN_CHILDREN = {"engines/embedded_server.py"} | {
+    f"trainer/{name}.py"
+    for name in ("advantages", "aggregation", "learner", "local_server", "loss_metrics", "losses", "sequences", "state")
 }
 
 

@@ -132,6 +132,8 @@ def test_missing_file_is_named(scripted: Scripted, name: str, capsys: pytest.Cap
             r"events\.jsonl, line 2 is no event",
         ),
         ("events.jsonl", b'{"event":"routed","t":0.0,"request":"1.0.0.0","engine":0}\n', "contradicts itself at 0.0"),
+        ("events.jsonl", b'{"event":"phase_began","t":1e308,"phase":"training"}\n', "line 1 is no event"),
+        ("events.jsonl", b'{"event":"sync_began","t":0.0,"engine":-1,"version":1}\n', "line 1 is no event"),
         ("ledger.journal", b"something else altogether", r"ledger\.journal is damaged: .*; restore it from a copy"),
     ],
 )
@@ -141,6 +143,16 @@ def test_damaged_file_is_named(scripted: Scripted, name: str, content: bytes, me
     (run.run_dir / name).write_bytes(content)
     with pytest.raises(RunFolderError, match=message):
         explain(read_run(run.run_dir))
+
+
+def test_settings_of_another_run_are_noticed(scripted: Scripted, tmp_path: Path) -> None:
+    run = scripted(Config(steps=1, batch_size=2, group_size=1))
+    run.run()
+    other = scripted(Config(steps=1, batch_size=3, group_size=1), run_dir=tmp_path / "other")
+    other.run()
+    (run.run_dir / "config.json").write_bytes((other.run_dir / "config.json").read_bytes())
+    with pytest.raises(RunFolderError, match=r"config\.json has batch_size 3 and ledger\.journal 2"):
+        read_run(run.run_dir)
 
 
 def test_flipped_byte_in_the_journal_is_noticed(scripted: Scripted) -> None:

@@ -67,10 +67,10 @@ class TestConstruction:
     @pytest.mark.parametrize(
         ("name", "lowest", "highest"),
         [
-            ("batch_size", 1, 2**31 - 1),
+            ("batch_size", 1, 2**24),
             ("max_staleness", 0, 1_000_000),
             ("group_size", 1, 65_536),
-            ("extra_groups", 0, 2**31 - 1),
+            ("extra_groups", 0, 2**24),
             ("extra_members", 0, 65_536),
         ],
     )
@@ -82,6 +82,21 @@ class TestConstruction:
             with pytest.raises(ConfigError, match=rf"^{name} = .* is not allowed: ") as caught:
                 StalenessLedger(**(sizes | {name: value}))
             assert f" {value} " in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("sizes", "most"),
+        [
+            ({"batch_size": 2**24, "max_staleness": 10**6}, 15),
+            ({"batch_size": 4096, "max_staleness": 10**6, "group_size": 16}, 4095),
+            ({"batch_size": 1, "max_staleness": 0, "group_size": 65_536, "extra_groups": 2**24}, 0),
+            ({"batch_size": 2**20, "max_staleness": 10, "extra_members": 65_536}, 0),
+        ],
+    )
+    def test_sizes_that_together_ask_for_too_much_memory(self, sizes: dict[str, int], most: int) -> None:
+        with pytest.raises(ConfigError, match=f"max_staleness = .* trajectories could be live .* at most {most} vers"):
+            StalenessLedger(**sizes)
+        if "extra_groups" not in sizes and "extra_members" not in sizes:
+            StalenessLedger(**(sizes | {"max_staleness": most}))
 
     def test_properties_are_read_only(self, ledger: StalenessLedger) -> None:
         sizes = ("batch_size", "max_staleness", "group_size", "extra_groups", "extra_members")

@@ -3,13 +3,12 @@
 import asyncio
 from pathlib import Path
 
-import msgspec
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
-from models import ALPHABET, injected, load, sampled, trajectory
+from models import ALPHABET, figures, injected, load, sampled, trajectory
 
 from staleflow import LocalTrainer
 from staleflow.errors import TrainerError
@@ -62,7 +61,7 @@ def test_trains_publishes_and_saves_over_the_wire(model: Path, tmp_path: Path) -
         await trainer.stop()
         await trainer.stop()
         for measured, wanted in ((first, expected[0]), (third, expected[2])):
-            assert msgspec.structs.asdict(measured) == pytest.approx(msgspec.structs.asdict(wanted), rel=1e-4, abs=1e-6)
+            assert figures(measured) == pytest.approx(figures(wanted), rel=1e-4, abs=1e-6)
 
     learner = Learner(trainer.settings)
     expected = []
@@ -80,3 +79,45 @@ def test_trains_publishes_and_saves_over_the_wire(model: Path, tmp_path: Path) -
 def test_calls_before_the_start_are_refused(model: Path) -> None:
     with pytest.raises(TrainerError, match="not started"):
         asyncio.run(LocalTrainer(model).step(batch(0)))
+
+
+OWN_LOSS = """
+from staleflow.trainer.losses import TokenLoss, Tokens
+
+def likelihood(policy_logprobs, tokens: Tokens, *, scale: float) -> TokenLoss:
+    return TokenLoss(-scale * tokens.advantages * policy_logprobs, policy_logprobs > 0)
+"""
+
+
+def test_own_loss_reaches_the_child(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module lies in a folder that only this process knows of."""
+    (tmp_path / "own_loss_module.py").write_text(OWN_LOSS)
+    monkeypatch.syspath_prepend(tmp_path)
+    trainer = LocalTrainer(model, loss="own_loss_module:likelihood", loss_parameters={"scale": 0.5})
+
+    async def main() -> None:
+        await trainer.start(tmp_path)
+        measured = await trainer.step(batch(0))
+        await trainer.stop()
+        assert figures(measured) == pytest.approx(figures(expected), rel=1e-4, abs=1e-6)
+
+    expected = Learner(trainer.settings).step(batch(0))
+    assert expected.gradient_norm > 0
+    asyncio.run(main())
+
+
+def test_own_loss_that_does_not_exist_ends_the_start_with_its_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_empty_module.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    trainer = LocalTrainer(model, loss="own_empty_module:absent")
+
+    async def main() -> None:
+        try:
+            with pytest.raises(TrainerError, match="'own_empty_module' has no attribute 'absent'"):
+                await trainer.start(tmp_path)
+        finally:
+            await trainer.stop()
+
+    asyncio.run(main())

@@ -60,10 +60,10 @@ def trajectory(*segments: list[int]) -> Trajectory:
     return Trajectory(0, 1, 0, 0, 0.0, [Segment([9], sampled=False), *sampled])
 
 
-def test_staleness_counts_tokens_not_trajectories() -> None:
+def test_V16_staleness_is_minimum_mean_and_maximum_over_sampled_tokens() -> None:
     meter = StalenessMeter()
     batch = TrainBatch(7, [[trajectory([7]), trajectory([5, 5], [7, 7, 7])], [trajectory([7, 7])]])
-    assert meter.add(batch) == (2 * 2 / 8, 2)
+    assert meter.add(batch) == (0, 2 * 2 / 8, 2)
     assert meter.histogram == {0: 6, 2: 2}
     # Its newest token is not stale and most of it is not: the oldest one decides.
     assert (meter.stale_trajectories, meter.trajectories) == (1, 3)
@@ -72,8 +72,8 @@ def test_staleness_counts_tokens_not_trajectories() -> None:
 def test_staleness_adds_up_but_each_batch_has_its_own_figures() -> None:
     meter = StalenessMeter()
     assert (meter.mean, meter.maximum) == (0.0, 0)
-    assert meter.add(TrainBatch(3, [[trajectory([0])]])) == (3.0, 3)
-    assert meter.add(TrainBatch(4, [[trajectory([4, 4, 3, 3])]])) == (0.5, 1)
+    assert meter.add(TrainBatch(3, [[trajectory([0])]])) == (3, 3.0, 3)
+    assert meter.add(TrainBatch(4, [[trajectory([4, 4, 3, 3])]])) == (0, 0.5, 1)
     assert (meter.mean, meter.maximum) == ((3 + 2) / 5, 3)
     assert meter.histogram == {0: 2, 1: 2, 3: 1}
     assert (meter.stale_trajectories, meter.trajectories) == (2, 2)
@@ -87,6 +87,7 @@ def record(step: int, *, t: float, tokens: int = 0, reward: float = 0.0, stalene
         step=step,
         t=t,
         reward_mean=reward,
+        staleness_min=0,
         staleness_mean=staleness,
         staleness_max=0,
         sampled_tokens=tokens,
@@ -94,7 +95,7 @@ def record(step: int, *, t: float, tokens: int = 0, reward: float = 0.0, stalene
         rollout_wait_s=0.0,
         train_s=0.0,
         publish_s=0.0,
-        metrics=StepMetrics(0.0, 0.0, 0.0, 0.0, 0.0, tokens),
+        metrics=StepMetrics(0.0, 0.0, tokens),
     )
 
 

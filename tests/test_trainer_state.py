@@ -5,7 +5,6 @@ import resource
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 pytest.importorskip("torch")
@@ -66,7 +65,9 @@ def test_V3_step_after_resume_is_that_of_the_uninterrupted_trainer(model: Path, 
             await trainer.save_state(tmp_path / "again")
         finally:
             await trainer.stop()
-        assert msgspec.structs.asdict(metrics) == pytest.approx(msgspec.structs.asdict(expected), rel=1e-5, abs=1e-7)
+        assert metrics.tokens == expected.tokens
+        assert metrics.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert metrics.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-5)
 
     asyncio.run(resumed())
     after = dict(load(tmp_path / "model").named_parameters())

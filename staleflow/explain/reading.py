@@ -61,7 +61,7 @@ def read_run(folder: Path) -> Recording:
     # In this order: a journal that is read later covers all events even if the run goes on.
     events = _read_events(folder / "events.jsonl")
     journal = _read(folder / "ledger.journal")
-    marks_us = _read_marks(folder / "ledger.journal", journal)
+    marks_us = _read_marks(folder / "ledger.journal", journal, settings.config)
     covered_us = marks_us[-1] if marks_us else -1
     for index in range(len(events) - 1, -1, -1):
         if microseconds(events[index].t) <= covered_us:
@@ -114,10 +114,17 @@ def _read_events(path: Path) -> list[Event]:
     return events
 
 
-def _read_marks(path: Path, journal: bytes) -> list[int]:
+def _read_marks(path: Path, journal: bytes, config: Config) -> list[int]:
     if not journal:
         return []
     try:
-        return [microseconds(t) for t, _ in StalenessLedger.replay(journal)]
+        replay = StalenessLedger.replay(journal)
+        for name in ("batch_size", "max_staleness", "group_size", "extra_groups", "extra_members"):
+            said, kept = getattr(config, name), getattr(replay.ledger, name)
+            if said != kept:
+                raise RunFolderError(
+                    f"{path.with_name('config.json')} has {name} {said} and {path.name} {kept}: they are of two runs"
+                )
+        return [microseconds(t) for t, _ in replay]
     except SnapshotError as error:
         raise RunFolderError(f"{path} is damaged: {error}; restore it from a copy") from error

@@ -1,1 +1,1 @@
-"""Training: the protocol in ``base``, the local child in ``local``, plain torch in ``learner`` and ``losses``."""
+"""Training: the protocol in ``base``, the local child in ``local``, and what it computes, on plain torch."""

@@ -1,13 +1,26 @@
 """GRPO on plain torch: a batch of groups in, one optimizer update per minibatch out.
 
 Knows nothing of processes, versions or files other than model folders; the tests call it directly, and
-``local_server`` puts a wire around it. The loss of an update is the mean over its sampled tokens, whatever the
-micro-batches, so gradients do not depend on how the tokens were packed.
+``local_server`` puts a wire around it.
+
+Data flow of a step::
+
+    batch -> collate -> Sequences -> minibatches, each one optimizer update
+    [proximal logprobs: one pass without gradients, before the first of several updates, if the loss reads them]
+    update of a loss that looks at tokens or sequences:
+        per micro-batch: forward -> loss -> backward
+    update of a loss that must see all tokens of the update:
+        one pass without gradients -> loss of all tokens -> its slope in each token's logprob
+        per micro-batch: forward -> sum of slope times logprob -> backward
+    what the losses saw and said -> loss_metrics
+
+By the chain rule both ways give the gradient of one loss over all tokens of the update, so gradients do not depend on
+how the tokens were packed, whatever the loss. The second costs one more forward pass.
 """
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +31,12 @@ from transformers import AutoModelForCausalLM
 
 from staleflow.errors import TrainerError
 from staleflow.trainer import state
+from staleflow.trainer.aggregation import token_shares
 from staleflow.trainer.local import TrainerSettings
-from staleflow.trainer.losses import LOSSES, Clip, group_advantages
-from staleflow.types import StepMetrics, TrainBatch, Trajectory
+from staleflow.trainer.loss_metrics import Measured, measure
+from staleflow.trainer.losses import TokenLoss, Tokens, resolve
+from staleflow.trainer.sequences import Sequences, collate
+from staleflow.types import StepMetrics, TrainBatch
 
 DECAYED_SHARE = 0.1
 TOKENIZER_FILES = (
@@ -35,81 +51,25 @@ TOKENIZER_FILES = (
 )
 
 
-class Sequences(NamedTuple):
-    """Trajectories up to their last sampled token, right-padded to one length.
+class _Read(NamedTuple):
+    """What a pass without gradients has read: ``[sequences, tokens]``, 0 where nothing was sampled or read."""
 
-    All but two are ``[sequences, tokens]``: the model reads ``inputs`` and at each position predicts ``targets``,
-    the token that follows; ``sampled`` and ``behaviour_logprobs`` speak of the target. ``sampled`` is false where
-    the target is injected or padding. ``advantages`` and ``lengths`` are ``[sequences]``.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    sampled: Tensor
-    behaviour_logprobs: Tensor
-    advantages: Tensor
-    lengths: Tensor
-
-    def rows(self, chosen: Tensor, device: str) -> "Sequences":
-        """The chosen sequences, without columns that are padding in all of them."""
-        longest = int(self.lengths[chosen].max())
-        return Sequences(
-            self.inputs[chosen, :longest].to(device),
-            self.targets[chosen, :longest].to(device),
-            self.sampled[chosen, :longest].to(device),
-            self.behaviour_logprobs[chosen, :longest].to(device),
-            self.advantages[chosen].to(device),
-            self.lengths[chosen].to(device),
-        )
-
-
-def collate(groups: Sequence[Sequence[Trajectory]], *, normalize: bool) -> Sequences:
-    """Stack whole groups, in order, with the advantage of each trajectory."""
-    tokens, sampled, behaviour = [], [], []
-    for trajectory in (trajectory for group in groups for trajectory in group):
-        last = max(index for index, segment in enumerate(trajectory.segments) if segment.sampled)
-        segments = trajectory.segments[: last + 1]
-        tokens.append([token for segment in segments for token in segment.token_ids])
-        sampled.append([segment.sampled for segment in segments for _ in segment.token_ids])
-        behaviour.append(
-            [
-                logprob
-                for segment in segments
-                for logprob in (segment.logprobs if segment.sampled else [0.0] * len(segment.token_ids))
-            ]
-        )
-    stacked = _padded(tokens, torch.int64)
-    advantages = [
-        group_advantages(
-            torch.tensor([trajectory.reward for trajectory in group], dtype=torch.float64), normalize=normalize
-        )
-        for group in groups
-    ]
-    return Sequences(
-        inputs=stacked[:, :-1],
-        targets=stacked[:, 1:],
-        sampled=_padded(sampled, torch.bool)[:, 1:],
-        behaviour_logprobs=_padded(behaviour, torch.float32)[:, 1:],
-        advantages=torch.cat(advantages).float(),
-        lengths=torch.tensor([len(row) - 1 for row in tokens]),
-    )
-
-
-def _padded(rows: Sequence[list[int] | list[bool] | list[float]], dtype: torch.dtype) -> Tensor:
-    longest = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=dtype)
+    logprobs: Tensor
+    entropy: Tensor
 
 
 class _Update(NamedTuple):
-    """What one optimizer update measured; the sums run over the tokens that have an advantage."""
+    """The sequences of one optimizer update.
 
-    loss: float
-    gradient_norm: float
-    entropy_sum: float
-    clipped_sum: float
-    lag_sum: float
-    measured_tokens: int
-    tokens: int
+    ``shares`` is how much a token of each sequence counts, ``[sequences]``. ``start`` was read before the first of
+    several updates, and is None where the loss does not need it; ``first`` says that nothing has changed since.
+    """
+
+    sequences: Sequences
+    rows: Tensor
+    shares: Tensor
+    start: _Read | None
+    first: bool
 
 
 class Learner:
@@ -117,6 +77,7 @@ class Learner:
 
     def __init__(self, settings: TrainerSettings) -> None:
         self._settings = settings
+        self._loss = resolve(settings.loss)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = AutoModelForCausalLM.from_pretrained(
             settings.model, dtype=torch.float32, local_files_only=True
@@ -132,32 +93,26 @@ class Learner:
         )
 
     def step(self, batch: TrainBatch) -> StepMetrics:
-        """Train on one batch; raises :class:`TrainerError` when the loss or the gradient is not finite.
+        """Train on one batch; raises :class:`TrainerError` when a loss, a gradient or a recorded logprob is not finite.
 
         The update that failed has changed nothing; with several minibatches those before it have been made.
         """
         settings = self._settings
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = settings.learning_rate * self._learning_rate_share(batch.step)
-        sequences = collate(batch.groups, normalize=settings.normalize_advantages)
+        sequences = collate(batch, settings.advantages)
         rows = torch.arange(len(sequences.inputs)).split([len(group) for group in batch.groups])
         count = min(settings.minibatches, len(rows))
-        minibatches = [
-            torch.cat(rows[len(rows) * index // count : len(rows) * (index + 1) // count]) for index in range(count)
-        ]
-        needs_proximal = settings.loss != "ppo" and count > 1
-        proximal = self._logprobs_of_all(sequences) if needs_proximal else None
-        updates = [self._update(sequences, chosen, proximal, batch.step) for chosen in minibatches]
-        measured = max(sum(update.measured_tokens for update in updates), 1)
-        # Later minibatches see weights that this step has already changed.
-        first = updates[0]
-        return StepMetrics(
-            loss=sum(update.loss * update.tokens for update in updates) / sum(update.tokens for update in updates),
-            gradient_norm=max(update.gradient_norm for update in updates),
-            entropy=sum(update.entropy_sum for update in updates) / measured,
-            clipped_share=sum(update.clipped_sum for update in updates) / measured,
-            policy_lag_kl=first.lag_sum / max(first.measured_tokens, 1),
-            tokens=sum(update.tokens for update in updates),
+        start = self._read(sequences, self._needed(sequences)) if self._loss.uses_proximal and count > 1 else None
+        losses, norms, measured = [], [], []
+        for index in range(count):
+            chosen = torch.cat(rows[len(rows) * index // count : len(rows) * (index + 1) // count])
+            loss, norm, parts = self._update(self._planned(sequences, chosen, start, first=index == 0), batch.step)
+            losses.append(loss)
+            norms.append(norm)
+            measured += parts
+        return measure(
+            measured, loss=sum(losses) / count, gradient_norm=max(norms), tokens=int(sequences.sampled.sum())
         )
 
     def _learning_rate_share(self, step: int) -> float:
@@ -194,45 +149,84 @@ class Learner:
         """Become what was written; raises :class:`TrainerError` when it is of another model."""
         state.load(self._model, self._optimizer, folder)
 
-    def _update(self, sequences: Sequences, rows: Tensor, proximal: Tensor | None, step: int) -> "_Update":
-        settings = self._settings
-        tokens = int(sequences.sampled[rows].sum())
-        # Both losses are proportional to the advantage. A sequence without one has no gradient: it counts in the
-        # mean but need not be computed, which in groups of equal rewards saves all of the work.
-        learning = rows[sequences.advantages[rows] != 0]
-        if len(learning) == 0:
-            return _Update(0.0, 0.0, 0.0, 0.0, 0.0, 0, tokens)
-        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
-        self._optimizer.zero_grad(set_to_none=True)
-        for chosen in self._micro_batches(sequences, learning):
-            part = sequences.rows(chosen, self._device)
-            anchor = None if proximal is None else proximal[chosen, : part.sampled.shape[1]].to(self._device)
-            loss, measured = self._loss(part, anchor, tokens)
-            loss.backward()
-            sums += measured
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), settings.max_gradient_norm).item()
-        loss_sum, entropy_sum, clipped_sum, lag_sum = sums.tolist()
-        if not (math.isfinite(norm) and math.isfinite(loss_sum)):
-            raise TrainerError(f"step {step}: loss {loss_sum} and gradient norm {norm}; this update was not made")
-        self._optimizer.step()
-        measured_tokens = int(sequences.sampled[learning].sum())
-        return _Update(loss_sum, norm, entropy_sum, clipped_sum, lag_sum, measured_tokens, tokens)
+    # -- one update ----------------------------------------------------------------------------------------------
 
-    def _loss(self, part: Sequences, proximal: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
-        """The part's share of a mean over ``tokens``, and its sums of loss, entropy, clipped tokens and lag."""
-        settings = self._settings
-        policy, entropy = self._logprobs(part)
-        detached = policy.detach()
-        # Before the first update of a step the policy is the proximal policy.
-        anchor = detached if proximal is None else proximal[part.sampled]
-        behaviour = part.behaviour_logprobs[part.sampled]
-        advantages = part.advantages.repeat_interleave(part.sampled.sum(1))
-        clip = Clip(settings.clip_low, settings.clip_high)
-        token_loss = LOSSES[settings.loss](policy, anchor, behaviour, advantages, clip)
-        loss = token_loss.loss.sum() / tokens
-        lag = (detached - behaviour).double()
-        measured = (loss.detach(), entropy.sum(), token_loss.clipped.sum(), (lag.exp() - 1 - lag).sum())
-        return loss, torch.stack([value.double() for value in measured])
+    def _planned(self, sequences: Sequences, rows: Tensor, start: _Read | None, *, first: bool) -> _Update:
+        lengths = sequences.sampled[rows].sum(1)
+        shares = torch.zeros(len(sequences.inputs))
+        shares[rows] = token_shares(lengths, self._settings.aggregation, self._settings.longest_tokens).float()
+        return _Update(sequences, rows, shares, start, first)
+
+    def _update(self, update: _Update, step: int) -> tuple[float, float, list[Measured]]:
+        """Make it; returns its loss, its gradient norm, and what was measured."""
+        self._optimizer.zero_grad(set_to_none=True)
+        differentiate = self._backward_from_slopes if self._loss.whole_update else self._backward_by_parts
+        loss, measured = differentiate(update)
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_gradient_norm).item()
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            raise TrainerError(f"step {step}: loss {loss} and gradient norm {norm}; this update was not made")
+        self._optimizer.step()
+        return loss, norm, measured
+
+    def _needed(self, sequences: Sequences) -> Tensor:
+        """Which sequences the loss depends on: all, or those with an advantage (``losses`` says when and why)."""
+        needed = torch.ones_like(sequences.lengths) if self._loss.whole_update else sequences.advantages
+        return needed.nonzero()[:, 0]
+
+    def _backward_by_parts(self, update: _Update) -> tuple[float, list[Measured]]:
+        total, parts = torch.zeros((), dtype=torch.float64, device=self._device), []
+        for chosen in self._micro_batches(update.sequences, update.rows[update.sequences.advantages[update.rows] != 0]):
+            part = update.sequences.rows(chosen, self._device)
+            loss, measured = self._loss_of(update, chosen, part, *self._logprobs(part))
+            loss.backward()
+            total += loss.detach()
+            parts.append(measured)
+        return total.item(), parts
+
+    def _backward_from_slopes(self, update: _Update) -> tuple[float, list[Measured]]:
+        sequences, rows = update.sequences, update.rows
+        read = update.start if update.first and update.start is not None else self._read(sequences, rows)
+        whole = sequences.rows(rows, self._device)
+        logprobs = _picked(read.logprobs, rows, whole).requires_grad_()
+        loss, measured = self._loss_of(update, rows, whole, logprobs, _picked(read.entropy, rows, whole))
+        [flat] = torch.autograd.grad(loss, logprobs)
+        slopes = torch.zeros_like(sequences.behaviour_logprobs)
+        slopes[rows, : whole.sampled.shape[1]] = _padded_like(whole, flat).cpu()
+        for chosen in self._micro_batches(sequences, rows[(slopes[rows] != 0).any(1)]):
+            part = sequences.rows(chosen, self._device)
+            logprobs, _ = self._logprobs(part)
+            (logprobs * _picked(slopes, chosen, part)).sum().backward()
+        return loss.item(), [measured]
+
+    def _loss_of(
+        self, update: _Update, chosen: Tensor, part: Sequences, logprobs: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Measured]:
+        """The part's share of the update's loss."""
+        lengths = part.sampled.sum(1)
+        detached = logprobs.detach()
+        tokens = Tokens(
+            # Before the first update of a step the policy is the proximal policy.
+            proximal_logprobs=detached if update.start is None else _picked(update.start.logprobs, chosen, part),
+            behaviour_logprobs=part.behaviour_logprobs[part.sampled],
+            advantages=part.advantages.repeat_interleave(lengths),
+            entropy=entropy,
+            lengths=lengths,
+        )
+        token_loss = self._loss.function(logprobs, tokens)
+        if not (
+            isinstance(token_loss, TokenLoss)
+            and token_loss.loss.shape == token_loss.cut.shape == logprobs.shape
+            and token_loss.loss.requires_grad
+        ):
+            raise TrainerError(
+                f"the loss must return a TokenLoss of two vectors of {len(logprobs)} tokens, the first with a gradient"
+            )
+        shares = update.shares[chosen].to(self._device).repeat_interleave(lengths)
+        known = update.first or update.start is not None
+        measured = Measured(detached, tokens, token_loss.cut, part.staleness[part.sampled], known)
+        return (shares * token_loss.loss).sum(), measured
+
+    # -- forward passes ------------------------------------------------------------------------------------------
 
     def _micro_batches(self, sequences: Sequences, rows: Tensor) -> Iterator[Tensor]:
         # Neighbours in length share a micro-batch, so that little of it is padding.
@@ -243,7 +237,8 @@ class Learner:
                 yield torch.tensor(chosen)
                 chosen = []
             chosen.append(row)
-        yield torch.tensor(chosen)
+        if chosen:
+            yield torch.tensor(chosen)
 
     def _logprobs(self, part: Sequences) -> tuple[Tensor, Tensor]:
         """Logprob of every sampled token and entropy of what it was sampled from, both ``[sampled tokens]``."""
@@ -255,12 +250,20 @@ class Learner:
         return logprobs.gather(-1, part.targets[part.sampled][:, None]).squeeze(-1), entropy
 
     @torch.no_grad()
-    def _logprobs_of_all(self, sequences: Sequences) -> Tensor:
-        result = torch.zeros_like(sequences.behaviour_logprobs)
-        for chosen in self._micro_batches(sequences, torch.arange(len(result))):
+    def _read(self, sequences: Sequences, rows: Tensor) -> _Read:
+        read = _Read(torch.zeros_like(sequences.behaviour_logprobs), torch.zeros_like(sequences.behaviour_logprobs))
+        for chosen in self._micro_batches(sequences, rows):
             part = sequences.rows(chosen, self._device)
-            logprobs, _ = self._logprobs(part)
-            padded = torch.zeros_like(part.behaviour_logprobs)
-            padded[part.sampled] = logprobs
-            result[chosen, : padded.shape[1]] = padded.cpu()
-        return result
+            for result, values in zip(read, self._logprobs(part), strict=True):
+                result[chosen, : part.sampled.shape[1]] = _padded_like(part, values).cpu()
+        return read
+
+
+def _picked(values: Tensor, chosen: Tensor, part: Sequences) -> Tensor:
+    """Of values ``[sequences, tokens]`` those of the part's sampled tokens, ``[sampled tokens]``."""
+    return values[chosen, : part.sampled.shape[1]].to(part.sampled.device)[part.sampled]
+
+
+def _padded_like(part: Sequences, values: Tensor) -> Tensor:
+    """The inverse: ``[sampled tokens]`` in their places, 0 elsewhere."""
+    return torch.zeros_like(part.behaviour_logprobs).masked_scatter(part.sampled, values)

@@ -6,13 +6,15 @@ until the answer with its number. An answer to a call that was cancelled is ther
 
 import asyncio
 import itertools
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import msgspec
 
 from staleflow.errors import ConfigError, TrainerError
 from staleflow.process import Child
+from staleflow.trainer.loss_settings import AdvantageKind, AggregationKind, LossSettings, Parameter, loss_settings
 from staleflow.types import StepMetrics, TrainBatch
 
 START_TIMEOUT_S = 300.0
@@ -22,7 +24,10 @@ class TrainerSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """First message to the child; see :class:`LocalTrainer` for what the settings mean."""
 
     model: str
-    loss: str
+    loss: LossSettings
+    advantages: AdvantageKind
+    aggregation: AggregationKind
+    longest_tokens: int | None
     learning_rate: float
     warmup_steps: int
     decay_steps: int | None
@@ -30,9 +35,6 @@ class TrainerSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     beta2: float
     weight_decay: float
     max_gradient_norm: float
-    clip_low: float
-    clip_high: float
-    normalize_advantages: bool
     minibatches: int
     micro_batch_tokens: int
     temperature: float
@@ -85,24 +87,65 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 ToChild: TypeAlias = TrainerSettings | Step | Publish | Save | SaveState | LoadState
 
 
+def _refuse_impossible(settings: TrainerSettings, step_timeout_s: float) -> None:
+    for name, chosen, allowed in (
+        ("advantages", settings.advantages, get_args(AdvantageKind)),
+        ("aggregation", settings.aggregation, get_args(AggregationKind)),
+    ):
+        if chosen not in allowed:
+            raise ConfigError(f"{name} is {chosen!r}; it must be one of {', '.join(allowed)}")
+    if (settings.longest_tokens is None) == (settings.aggregation == "sequence_sum"):
+        raise ConfigError(
+            f"longest_tokens is {settings.longest_tokens} with {settings.aggregation}; it goes with sequence_sum only"
+        )
+    positive: dict[str, float] = {
+        "longest_tokens": 1 if settings.longest_tokens is None else settings.longest_tokens,
+        "learning_rate": settings.learning_rate,
+        "max_gradient_norm": settings.max_gradient_norm,
+        "minibatches": settings.minibatches,
+        "micro_batch_tokens": settings.micro_batch_tokens,
+        "temperature": settings.temperature,
+        "threads": settings.threads,
+        "step_timeout_s": step_timeout_s,
+        "decay_steps": 1 if settings.decay_steps is None else settings.decay_steps,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            raise ConfigError(f"{name} is {value}; it must be above 0")
+    for name, value in (("weight_decay", settings.weight_decay), ("warmup_steps", settings.warmup_steps)):
+        if not value >= 0:
+            raise ConfigError(f"{name} is {value}; it must not be negative")
+    for name, beta in (("betas[0]", settings.beta1), ("betas[1]", settings.beta2)):
+        if not 0 <= beta < 1:
+            raise ConfigError(f"{name} is {beta}; it must be at least 0 and below 1")
+
+
 class LocalTrainer:
     """GRPO with AdamW in a child process.
 
     Args:
         model: Hugging Face causal LM folder; the same one the engines load.
-        loss: ``"ppo"`` or ``"decoupled_ppo"`` (``staleflow/trainer/losses.py``).
+        loss: name of a loss for stale data (``docs/design/losses.md``), or your own: a function at the top level of a
+            module, or ``"module:function"``, with the signature that ``staleflow/trainer/losses.py`` describes.
+        loss_parameters: the loss's parameters, such as clip bounds, where they are not to be the default.
+        advantages: what a reward is measured by: ``"group_normalized"``, the mean of its group and in units of its
+            standard deviation, so that hard and easy tasks pull alike; ``"group"``, the mean only, which does not
+            favour groups that hardly differ; ``"leave_one_out"``, the mean of the other members, which is unbiased;
+            ``"batch_normalized"``, mean and deviation of the whole batch, for groups of one; ``"constant"``, nothing:
+            every advantage is 1, to imitate what was sampled.
+        aggregation: ``"token_mean"`` counts every token alike; ``"sequence_mean"`` every trajectory, so that tokens
+            of long ones count less; ``"sequence_sum"`` sums each trajectory's tokens and divides by
+            ``longest_tokens``, so that a token's weight does not depend on any length.
+        longest_tokens: the most sampled tokens a trajectory can have; for ``"sequence_sum"`` only.
         learning_rate: of AdamW.
         warmup_steps: steps over which the learning rate rises linearly, while AdamW has seen few gradients.
         decay_steps: steps over which the learning rate falls linearly to a tenth, and then stays; None keeps it.
         betas: of AdamW.
         weight_decay: of AdamW.
         max_gradient_norm: gradients are scaled down to this global norm.
-        clip: how far below and above 1 a probability ratio is trusted. With ``decoupled_ppo`` that is the ratio to the
-            weights at the start of the step, so with a single minibatch there is nothing to clip.
-        normalize_advantages: divide a group's advantages by its standard deviation of rewards.
         minibatches: optimizer updates per step, but no more than there are groups; each takes an equal share of them.
         micro_batch_tokens: padded tokens per forward pass; bounds memory, does not change the result.
-        temperature: the sampler's; a mismatch shows as a ``policy_lag_kl`` above 0 at staleness 0.
+        temperature: the sampler's; a mismatch with the engines' is found at the first step, and warned of.
         threads: torch threads of the child.
         step_timeout_s: a step that takes longer ends the run.
     """
@@ -111,15 +154,17 @@ class LocalTrainer:
         self,
         model: str | Path,
         *,
-        loss: str = "decoupled_ppo",
+        loss: str | Callable[..., Any] = "decoupled_ppo",
+        loss_parameters: Mapping[str, Parameter] | None = None,
+        advantages: AdvantageKind = "group_normalized",
+        aggregation: AggregationKind = "token_mean",
+        longest_tokens: int | None = None,
         learning_rate: float = 1e-5,
         warmup_steps: int = 0,
         decay_steps: int | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_gradient_norm: float = 1.0,
-        clip: tuple[float, float] = (0.2, 0.2),
-        normalize_advantages: bool = True,
         minibatches: int = 1,
         micro_batch_tokens: int = 16_384,
         temperature: float = 1.0,
@@ -128,32 +173,12 @@ class LocalTrainer:
     ) -> None:
         if not (Path(model) / "config.json").is_file():
             raise ConfigError(f"model {str(model)!r}: no such Hugging Face folder (it has no config.json)")
-        if loss not in ("ppo", "decoupled_ppo"):
-            raise ConfigError(f"loss is {loss!r}; it must be 'ppo' or 'decoupled_ppo'")
-        positive: dict[str, float] = {
-            "learning_rate": learning_rate,
-            "max_gradient_norm": max_gradient_norm,
-            "clip[0]": clip[0],
-            "clip[1]": clip[1],
-            "minibatches": minibatches,
-            "micro_batch_tokens": micro_batch_tokens,
-            "temperature": temperature,
-            "threads": threads,
-            "step_timeout_s": step_timeout_s,
-            "decay_steps": 1 if decay_steps is None else decay_steps,
-        }
-        for name, value in positive.items():
-            if not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be above 0")
-        for name, value in (("weight_decay", weight_decay), ("warmup_steps", warmup_steps)):
-            if not value >= 0:
-                raise ConfigError(f"{name} is {value}; it must not be negative")
-        for name, beta in (("betas[0]", betas[0]), ("betas[1]", betas[1])):
-            if not 0 <= beta < 1:
-                raise ConfigError(f"{name} is {beta}; it must be at least 0 and below 1")
         self.settings = TrainerSettings(
             model=str(model),
-            loss=loss,
+            loss=loss_settings(loss, loss_parameters or {}),
+            advantages=advantages,
+            aggregation=aggregation,
+            longest_tokens=longest_tokens,
             learning_rate=learning_rate,
             warmup_steps=warmup_steps,
             decay_steps=decay_steps,
@@ -161,14 +186,12 @@ class LocalTrainer:
             beta2=betas[1],
             weight_decay=weight_decay,
             max_gradient_norm=max_gradient_norm,
-            clip_low=clip[0],
-            clip_high=clip[1],
-            normalize_advantages=normalize_advantages,
             minibatches=minibatches,
             micro_batch_tokens=micro_batch_tokens,
             temperature=temperature,
             threads=threads,
         )
+        _refuse_impossible(self.settings, step_timeout_s)
         self._step_timeout_s = step_timeout_s
         self._child: Child[Answer] | None = None
         self._calls = itertools.count(1)

@@ -1,5 +1,6 @@
 //! What a live group costs in memory: bytes that the ledger has asked the allocator for and not given back, per live
-//! group, in a ledger that is full and in motion. Prints one JSON object per cell and group size.
+//! group, in a ledger that is full, in motion, and all of whose groups are complete, which is when each costs most.
+//! Prints one JSON object per cell and group size.
 
 mod world;
 
@@ -16,6 +17,9 @@ fn main() {
                 let admitted: Vec<GroupId> =
                     world.ledger.admit_many(world.ledger.published(), cell.batch_size);
                 assert_eq!(admitted.len() as u64, cell.batch_size);
+                let running: Vec<GroupId> =
+                    (world.oldest..=admitted[admitted.len() - 1].0).map(GroupId).collect();
+                world.ledger.complete_many(&running).unwrap();
             });
             let live = cell.live + cell.batch_size;
             println!(

@@ -94,14 +94,18 @@ impl Ledger {
 
     /// Refuses every admission from now on; live groups go on.
     pub fn drain(&mut self) {
-        self.gate = self.gate.max(Gate::Draining);
-        self.note(&Change::Drain);
+        if self.gate < Gate::Draining {
+            self.gate = Gate::Draining;
+            self.note(&Change::Drain);
+        }
     }
 
     /// Refuses every admission from now on, as a ledger that is done.
     pub fn close(&mut self) {
-        self.gate = Gate::Closed;
-        self.note(&Change::Close);
+        if self.gate < Gate::Closed {
+            self.gate = Gate::Closed;
+            self.note(&Change::Close);
+        }
     }
 
     fn check_admission(&self, engine_version: Version) -> Result<(), Refusal> {

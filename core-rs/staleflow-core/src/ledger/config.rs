@@ -17,7 +17,7 @@ pub struct Setting {
 }
 
 /// Groups per train step.
-pub const BATCH_SIZE: Setting = Setting::new("batch_size", 1..=2_147_483_647, "1 to 2147483647 groups");
+pub const BATCH_SIZE: Setting = Setting::new("batch_size", 1..=16_777_216, "1 to 16777216 groups");
 
 /// The staleness bound in published versions.
 pub const MAX_STALENESS: Setting = Setting::new("max_staleness", 0..=1_000_000, "0 to 1000000 versions");
@@ -26,10 +26,14 @@ pub const MAX_STALENESS: Setting = Setting::new("max_staleness", 0..=1_000_000, 
 pub const GROUP_SIZE: Setting = Setting::new("group_size", 1..=65_536, "1 to 65536 trajectories");
 
 /// Groups admitted beyond the batch size, for every batch.
-pub const EXTRA_GROUPS: Setting = Setting::new("extra_groups", 0..=2_147_483_647, "0 to 2147483647 groups");
+pub const EXTRA_GROUPS: Setting = Setting::new("extra_groups", 0..=16_777_216, "0 to 16777216 groups");
 
 /// Members played beyond the group size, in every group.
 pub const EXTRA_MEMBERS: Setting = Setting::new("extra_members", 0..=65_536, "0 to 65536 trajectories");
+
+/// Trajectories that a ledger's groups may have together, all places taken. Each costs a record of a few bytes, so
+/// this bounds the memory that one call can ask for.
+const MAX_LIVE_TRAJECTORIES: u64 = 1 << 28;
 
 impl Setting {
     const fn new(name: &'static str, range: RangeInclusive<i64>, allowed: &'static str) -> Self {
@@ -66,13 +70,14 @@ impl LedgerConfig {
     /// # Errors
     /// [`LedgerError::Argument`] for the first value out of range.
     pub fn new(batch_size: i64, max_staleness: i64, group_size: i64) -> Result<Self, LedgerError> {
-        Ok(Self {
+        Self {
             batch_size: checked(&BATCH_SIZE, batch_size)?,
             max_staleness: checked(&MAX_STALENESS, max_staleness)?,
             group_size: checked(&GROUP_SIZE, group_size)?,
             extra_groups: 0,
             extra_members: 0,
-        })
+        }
+        .within_memory()
     }
 
     /// Batch redundancy: admits `extra_groups` more for every batch than it will hold.
@@ -80,7 +85,7 @@ impl LedgerConfig {
     /// # Errors
     /// [`LedgerError::Argument`] for a value out of range.
     pub fn with_extra_groups(self, extra_groups: i64) -> Result<Self, LedgerError> {
-        Ok(Self { extra_groups: checked(&EXTRA_GROUPS, extra_groups)?, ..self })
+        Self { extra_groups: checked(&EXTRA_GROUPS, extra_groups)?, ..self }.within_memory()
     }
 
     /// Group redundancy: plays `extra_members` more in every group than it needs.
@@ -88,7 +93,23 @@ impl LedgerConfig {
     /// # Errors
     /// [`LedgerError::Argument`] for a value out of range.
     pub fn with_extra_members(self, extra_members: i64) -> Result<Self, LedgerError> {
-        Ok(Self { extra_members: checked(&EXTRA_MEMBERS, extra_members)?, ..self })
+        Self { extra_members: checked(&EXTRA_MEMBERS, extra_members)?, ..self }.within_memory()
+    }
+
+    /// Refuses sizes that are each right and together too much.
+    fn within_memory(self) -> Result<Self, LedgerError> {
+        let places = self.batch_size() + self.extra_groups();
+        let members = self.members() as u64;
+        // The largest sizes multiply to less than 2^63.
+        if (self.max_staleness() + 1) * places * members <= MAX_LIVE_TRAJECTORIES {
+            return Ok(self);
+        }
+        let most = (MAX_LIVE_TRAJECTORIES / places / members).saturating_sub(1);
+        let allowed = format!(
+            "with {places} groups of {members} admitted for a batch, {MAX_LIVE_TRAJECTORIES} trajectories could be \
+             live at most, so at most {most} versions"
+        );
+        Err(LedgerError::Argument { name: "max_staleness", value: self.max_staleness.to_string(), allowed })
     }
 
     /// Groups per train step.

@@ -26,14 +26,19 @@ enum Phase {
     Leased,
 }
 
-/// One member of a group.
+/// One member of a group, in eight bytes: a ledger has many.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Member {
     attempt: u32,
-    progress: Progress,
+    progress: PackedProgress,
 }
 
+/// A [`Progress`] as one number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+struct PackedProgress(u32);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Progress {
     Waiting,
     Running,
@@ -54,18 +59,53 @@ pub(super) enum Report {
     Illegal(MemberState),
 }
 
+impl PackedProgress {
+    const WAITING: Self = Self(0);
+    const RUNNING: Self = Self(1);
+    const SILENT: Self = Self(2);
+    const REPORTED: u32 = 3;
+
+    fn unpack(self) -> Progress {
+        match self {
+            Self::WAITING => Progress::Waiting,
+            Self::RUNNING => Progress::Running,
+            Self::SILENT => Progress::Silent,
+            Self(reported) => Progress::Reported(reported - Self::REPORTED),
+        }
+    }
+}
+
+impl From<Progress> for PackedProgress {
+    fn from(progress: Progress) -> Self {
+        match progress {
+            Progress::Waiting => Self::WAITING,
+            Progress::Running => Self::RUNNING,
+            Progress::Silent => Self::SILENT,
+            Progress::Reported(rise) => Self(rise.saturating_add(Self::REPORTED)),
+        }
+    }
+}
+
 impl Member {
-    pub(super) const WAITING: Self = Self { attempt: 0, progress: Progress::Waiting };
+    pub(super) const WAITING: Self = Self { attempt: 0, progress: PackedProgress::WAITING };
+
+    fn progress(self) -> Progress {
+        self.progress.unpack()
+    }
+
+    fn set(&mut self, progress: Progress) {
+        self.progress = progress.into();
+    }
 
     /// Begins the first attempt, or the next one.
     pub(super) fn start(&mut self) {
-        match self.progress {
+        match self.progress() {
             Progress::Waiting => {}
             Progress::Running | Progress::Silent | Progress::Reported(_) => {
                 self.attempt = self.attempt.saturating_add(1);
             }
         }
-        self.progress = Progress::Running;
+        self.set(Progress::Running);
     }
 
     /// Why the member cannot begin an attempt, if it cannot.
@@ -74,7 +114,7 @@ impl Member {
     }
 
     fn is_finished(self) -> bool {
-        match self.progress {
+        match self.progress() {
             Progress::Waiting | Progress::Running => false,
             Progress::Silent | Progress::Reported(_) => true,
         }
@@ -96,7 +136,7 @@ impl Group {
     }
 
     pub(super) fn judge(&self, member: Member, attempt: u64) -> Report {
-        match (self.phase, member.progress) {
+        match (self.phase, member.progress()) {
             (_, Progress::Waiting) => Report::Illegal(MemberState::Waiting),
             _ if u64::from(member.attempt) != attempt => Report::Late,
             (_, Progress::Silent | Progress::Reported(_)) => Report::Illegal(MemberState::Finished),
@@ -107,7 +147,7 @@ impl Group {
 
     /// Finishes one unfinished member. The group may become complete, and its version may rise.
     pub(super) fn finish(&mut self, members: &mut [Member], member: usize, min_version: Option<Version>) {
-        members[member].progress = self.finished(min_version);
+        members[member].set(self.finished(min_version));
         if let Phase::Running { needed } = &mut self.phase {
             *needed = needed.saturating_sub(1);
             if *needed == 0 {
@@ -121,7 +161,7 @@ impl Group {
         if let Phase::Running { needed } = self.phase {
             let unfinished = members.iter_mut().filter(|member| !member.is_finished());
             for member in unfinished.take(needed as usize) {
-                member.progress = self.finished(min_version);
+                member.set(self.finished(min_version));
             }
         }
         self.complete(members);
@@ -141,7 +181,7 @@ impl Group {
     /// one: a silent member may hold the oldest token.
     pub(super) fn complete(&mut self, members: &[Member]) {
         self.phase = Phase::Complete;
-        let rise = members.iter().filter_map(|member| match member.progress {
+        let rise = members.iter().filter_map(|member| match member.progress() {
             Progress::Waiting | Progress::Running => None,
             Progress::Silent => Some(0),
             Progress::Reported(rise) => Some(rise),
@@ -173,7 +213,7 @@ impl GroupRecord {
         let phase_fits = match group.phase {
             Phase::Running { needed } => {
                 let newest_rise = published.0.saturating_sub(group.version.0);
-                let rises_fit = members.iter().all(|member| match member.progress {
+                let rises_fit = members.iter().all(|member| match member.progress() {
                     Progress::Waiting | Progress::Running | Progress::Silent => true,
                     Progress::Reported(rise) => u64::from(rise) <= newest_rise,
                 });
@@ -219,13 +259,13 @@ mod tests {
         inconsistent(|record| record.members.clear());
         inconsistent(|record| record.members.push(Member::WAITING));
         inconsistent(|record| record.members[0] = Member::WAITING);
-        inconsistent(|record| record.members[1].progress = Progress::Reported(3));
+        inconsistent(|record| record.members[1].set(Progress::Reported(3)));
         inconsistent(|record| record.group.phase = Phase::Running { needed: 0 });
         inconsistent(|record| record.group.phase = Phase::Running { needed: 2 });
         for phase in [Phase::Complete, Phase::Leased] {
             inconsistent(|record| {
                 record.group.phase = phase;
-                record.members[1].progress = Progress::Running;
+                record.members[1].set(Progress::Running);
             });
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! header: magic, 8 bytes | format version, u16 little-endian
-//! frame:  length, u32 | CRC-32 of the length, u32 | content | CRC-32 of the content, u32; little-endian all
+//! frame:  length, u64 | CRC-32 of the length, u32 | content | CRC-32 of the content, u32; little-endian all
 //! ```
 //!
 //! The first frame holds a snapshot, every other one a series of changes that follow it (postcard). A frame cut short
@@ -138,7 +138,7 @@ impl Journal {
 }
 
 fn push_frame(data: &mut Vec<u8>, content: &[u8]) {
-    let length = u32::try_from(content.len()).expect("a journal is taken before it holds 4 GiB");
+    let length = content.len() as u64;
     for part in [&length.to_le_bytes(), content] {
         data.extend(part);
         data.extend(crc32fast::hash(part).to_le_bytes());
@@ -160,9 +160,9 @@ fn split_part(data: &[u8], length: usize) -> Result<Option<Split<'_>>, LedgerErr
 
 /// Splits off a whole frame; `None` if there is none left.
 fn split_frame(data: &[u8]) -> Result<Option<Split<'_>>, LedgerError> {
-    let Some((length, rest)) = split_part(data, size_of::<u32>())? else { return Ok(None) };
-    let length = length.try_into().map_or(0, u32::from_le_bytes);
-    split_part(rest, length as usize)
+    let Some((length, rest)) = split_part(data, size_of::<u64>())? else { return Ok(None) };
+    let length = length.try_into().map_or(0, u64::from_le_bytes);
+    split_part(rest, usize::try_from(length).unwrap_or(usize::MAX))
 }
 
 /// Reads a journal and carries out its changes.

@@ -44,9 +44,11 @@ impl Numbers {
     }
 
     fn config(&mut self) -> LedgerConfig {
-        let large = self.0.u8(0..20) == 0;
-        let batch = if large { i64::from(i32::MAX) } else { self.0.i64(1..5) };
-        let staleness = if self.0.u8(0..20) == 0 { 1_000_000 } else { self.0.i64(0..5) };
+        let (batch, staleness) = match self.0.u8(0..20) {
+            0 => (1 << 24, self.0.i64(0..5)),
+            1 => (self.0.i64(1..5), 1_000_000),
+            _ => (self.0.i64(1..5), self.0.i64(0..5)),
+        };
         LedgerConfig::new(batch, staleness, self.0.i64(1..4)).unwrap()
     }
 }

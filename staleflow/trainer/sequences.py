@@ -1,0 +1,89 @@
+"""A train batch as tensors: trajectories side by side, each token with all that training must know of it."""
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from staleflow.errors import TrainerError
+from staleflow.trainer.advantages import advantages
+from staleflow.trainer.loss_settings import AdvantageKind
+from staleflow.types import Segment, TrainBatch, Trajectory
+
+Value = TypeVar("Value", int, float)
+
+
+class Sequences(NamedTuple):
+    """Trajectories up to their last sampled token, right-padded to one length.
+
+    All but two are ``[sequences, tokens]``: the model reads ``inputs`` and at each position predicts ``targets``,
+    the token that follows; ``sampled``, ``behaviour_logprobs`` and ``staleness`` speak of the target. ``sampled`` is
+    false where the target is injected or padding. ``advantages`` and ``lengths`` are ``[sequences]``.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    sampled: Tensor
+    behaviour_logprobs: Tensor
+    staleness: Tensor
+    advantages: Tensor
+    lengths: Tensor
+
+    def rows(self, chosen: Tensor, device: str) -> "Sequences":
+        """The chosen sequences, without columns that are padding in all of them."""
+        longest = int(self.lengths[chosen].max())
+        return Sequences(*((each[chosen, :longest] if each.dim() == 2 else each[chosen]).to(device) for each in self))
+
+
+def collate(batch: TrainBatch, kind: AdvantageKind) -> Sequences:
+    """Stack whole groups, in order, with the advantage of each trajectory.
+
+    Raises :class:`TrainerError` when a behaviour logprob is not finite: a loss could mask it, and train on the rest
+    as if nothing were wrong.
+    """
+    tokens, sampled, behaviour, staleness = [], [], [], []
+    for trajectory in batch.trajectories:
+        segments = _up_to_last_sampled(trajectory)
+        tokens.append(list(chain.from_iterable(segment.token_ids for segment in segments)))
+        sampled.append([segment.sampled for segment in segments for _ in segment.token_ids])
+        behaviour.append(_per_token(segments, [segment.logprobs for segment in segments], 0.0))
+        if not all(map(math.isfinite, behaviour[-1])):
+            raise TrainerError(
+                f"step {batch.step}: member {trajectory.member} of group {trajectory.group} has a behaviour logprob "
+                "that is not finite; nothing was trained"
+            )
+        gaps = [[batch.step - version for version in segment.versions] for segment in segments]
+        staleness.append(_per_token(segments, gaps, 0))
+    stacked = _padded(tokens, torch.int64)
+    rewards = [torch.tensor([one.reward for one in group], dtype=torch.float64) for group in batch.groups]
+    return Sequences(
+        inputs=stacked[:, :-1],
+        targets=stacked[:, 1:],
+        sampled=_padded(sampled, torch.bool)[:, 1:],
+        behaviour_logprobs=_padded(behaviour, torch.float32)[:, 1:],
+        staleness=_padded(staleness, torch.int64)[:, 1:],
+        advantages=advantages(rewards, kind).float(),
+        lengths=torch.tensor([len(row) - 1 for row in tokens]),
+    )
+
+
+def _up_to_last_sampled(trajectory: Trajectory) -> list[Segment]:
+    last = max(index for index, segment in enumerate(trajectory.segments) if segment.sampled)
+    return trajectory.segments[: last + 1]
+
+
+def _per_token(segments: list[Segment], values: list[list[Value]], elsewhere: Value) -> list[Value]:
+    """The values of sampled segments, in order, with ``elsewhere`` for every injected token between them."""
+    return [
+        value
+        for segment, own in zip(segments, values, strict=True)
+        for value in (own if segment.sampled else [elsewhere] * len(segment.token_ids))
+    ]
+
+
+def _padded(rows: Sequence[list[int] | list[bool] | list[float]], dtype: torch.dtype) -> Tensor:
+    longest = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=dtype)

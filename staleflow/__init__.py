@@ -13,7 +13,7 @@ from staleflow.queue import TrajectoryQueue
 from staleflow.rollout import LLM, Completion
 from staleflow.runner import run
 from staleflow.statistics import Accounting, PipelineStatistics, Report
-from staleflow.tasks import ListTasks, TaskSource, read_jsonl
+from staleflow.tasks import ListTasks, ResumableTaskSource, TaskSource, read_jsonl
 from staleflow.trainer.local import LocalTrainer
 from staleflow.types import Segment, Task, Trajectory
 
@@ -34,6 +34,7 @@ __all__ = [
     "Refusal",
     "RefusalReason",
     "Report",
+    "ResumableTaskSource",
     "Segment",
     "StalenessLedger",
     "StragglerPolicy",

@@ -337,7 +337,13 @@ class StalenessLedger:
         """Keep a journal of every change of state from here on, a few bytes each.
 
         Whoever starts it calls `take_journal` now and then. A restored ledger keeps none. To start again is to begin
-        another journal: what was not taken of the first is gone.
+        another journal: what was not taken of the first is gone; to go on with one is `continue_journal`.
+        """
+    def continue_journal(self, noted_s: float) -> None:
+        """Keep a journal from here on that is the end of another one; what is taken is to be appended to that.
+
+        Args:
+            noted_s: the last time noted in the other journal, which has come to the state of this ledger.
         """
     def note_time(self, now_s: float) -> None:
         """Note in the journal that the changes since the last call happened by this time.

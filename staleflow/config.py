@@ -57,6 +57,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         max_failure_share: the run ends when more than this share of recent trajectories failed.
         evaluate_every_steps: play the held-out tasks once more after every so many steps, while training goes on;
             None for only before the first step and after the last.
+        checkpoint_every_steps: save a checkpoint to resume from after every so many steps, and after the last; None
+            for none. Training stands still meanwhile, rollout goes on.
+        keep_checkpoints: how many of the newest checkpoints stay, beside that of the best evaluation. With one alone,
+            a step that ruins the model soon leaves none from before it.
     """
 
     steps: int
@@ -70,9 +74,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_attempts: int = 3
     max_failure_share: float = 0.5
     evaluate_every_steps: int | None = None
+    checkpoint_every_steps: int | None = None
+    keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        at_least_1 = ("steps", "batch_size", "group_size", "max_attempts")
+        at_least_1 = ("steps", "batch_size", "group_size", "max_attempts", "keep_checkpoints")
         at_least_0 = ("max_staleness", "extra_groups", "extra_members")
         for name in (*at_least_1, *at_least_0):
             _require(self, name, "a whole number", ok=isinstance(getattr(self, name), int))
@@ -80,9 +86,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             _require(self, name, f"at least {least}", ok=getattr(self, name) >= least)
         _require(self, "rollout_timeout_s", "above 0", ok=self.rollout_timeout_s > 0)
         _require(self, "max_failure_share", "between 0 and 1", ok=0 <= self.max_failure_share <= 1)
-        every = self.evaluate_every_steps
-        _require(self, "evaluate_every_steps", "a whole number, or None", ok=isinstance(every, int | None))
-        _require(self, "evaluate_every_steps", "at least 1, or None", ok=every is None or every >= 1)
+        for name in ("evaluate_every_steps", "checkpoint_every_steps"):
+            every = getattr(self, name)
+            _require(self, name, "a whole number, or None", ok=isinstance(every, int | None))
+            _require(self, name, "at least 1, or None", ok=every is None or every >= 1)
 
 
 def _require(settings: msgspec.Struct, name: str, allowed: str, *, ok: bool) -> None:

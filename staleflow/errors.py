@@ -24,7 +24,8 @@
     ├── ChildError              a child process died, hung or broke its protocol
     │   ├── EngineError             ... and it was an engine
     │   └── TrainerError            ... and it was the trainer
-    └── RunFolderError          the run folder cannot be created, written or read
+    ├── RunFolderError          the run folder cannot be created, written or read
+    └── CheckpointError         a checkpoint cannot be written, or is missing, damaged, foreign or of another run
 """
 
 
@@ -126,3 +127,7 @@ class TrainerError(ChildError):
 
 class RunFolderError(StaleflowError):
     """The run folder cannot be created, written or read."""
+
+
+class CheckpointError(StaleflowError):
+    """A checkpoint cannot be written, or cannot be resumed from: it is missing, damaged, foreign or of another run."""

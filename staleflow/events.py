@@ -186,6 +186,31 @@ class Synced(msgspec.Struct, tag="synced", tag_field="event", frozen=True):
     version: int
 
 
+class CheckpointBegan(msgspec.Struct, tag="checkpoint_began", tag_field="event", frozen=True):
+    """A checkpoint is being saved; training stands still."""
+
+    t: float
+    step: int
+
+
+class CheckpointSaved(msgspec.Struct, tag="checkpoint_saved", tag_field="event", frozen=True):
+    """The checkpoint is whole; training goes on."""
+
+    t: float
+    step: int
+
+
+class Resumed(msgspec.Struct, tag="resumed", tag_field="event", frozen=True):
+    """The run goes on in another process, from the checkpoint of ``step``, with so many engines.
+
+    Time goes on where it stood. No request is left, and every unfinished member is played from its start, as its next
+    attempt. What the process before did after the checkpoint is not in the log."""
+
+    t: float
+    step: int
+    engines: int
+
+
 class Evaluated(msgspec.Struct, tag="evaluated", tag_field="event", frozen=True):
     """The held-out tasks were played; ``versions`` are the oldest and the newest that answered."""
 
@@ -220,5 +245,8 @@ Event: TypeAlias = (
     | Stalled
     | SyncBegan
     | Synced
+    | CheckpointBegan
+    | CheckpointSaved
+    | Resumed
     | Evaluated
 )

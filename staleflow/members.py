@@ -97,6 +97,14 @@ class Members(Generic[TaskData]):
                 self._start_attempt(group, member)
             self._play(group, member)
 
+    def resume(self, group: Group[TaskData], members: Sequence[int]) -> None:
+        """Play on in a group that was live in another process, which took what ``members`` had said with it."""
+        self._store.open(group)
+        for member in members:
+            group.attempts[member] += 1
+            self._start_attempt(group, member)
+            self._play(group, member)
+
     async def play_task(self, data: TaskData, trajectory: Trajectory, min_version: int) -> None:
         """Play one task to its reward on engines of at least ``min_version``; raises what :func:`play` raises."""
         generate = partial(self._continue, min_version=min_version)
@@ -178,7 +186,8 @@ class Members(Generic[TaskData]):
         member, cause = trajectory.member, type(error).__name__
         self._recorder.event(Failed(self._recorder.t(), group.id, member, trajectory.attempt, cause))
         self.failures.failed(error, f"task {trajectory.task}, group {group.id}, member {member}")
-        if trajectory.attempt + 1 < self._config.max_attempts:
+        group.failures[member] += 1
+        if group.failures[member] < self._config.max_attempts:
             group.attempts[member] += 1
             self._start_attempt(group, member)
             self._play(group, member)

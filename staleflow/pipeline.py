@@ -9,8 +9,8 @@
 
 Data flow. Left of the ledger, :mod:`staleflow.rollouts` turns tasks into groups and :mod:`staleflow.members` plays them
 until they are complete. Right of it, the training
-loop here waits until the ledger has a batch, trains, publishes. All of it lives in one ``TaskGroup``: the first failure
-ends everything and is what the caller sees.
+loop here waits until the ledger has a batch, trains, publishes and, now and then, saves a checkpoint. All of it lives
+in one ``TaskGroup``: the first failure ends everything and is what the caller sees.
 
 Invariant: the ledger is told of every change of state at the moment it happens, with nothing awaited in between, so
 its law (``docs/design/ledger.md``) holds at every instant of the run.
@@ -27,11 +27,13 @@ from typing import Generic, NoReturn
 from staleflow import clock
 from staleflow._core import StalenessLedger
 from staleflow.blockers import Blocker
+from staleflow.checkpoints import Checkpoint, Checkpoints, open_checkpoint
 from staleflow.config import Config
 from staleflow.coordinator import Coordinator, LeastLoad
+from staleflow.cut import Cut, cut_group, revive_group
 from staleflow.engines.base import Engine
 from staleflow.errors import ConfigError, LedgerError, RunFolderError, TooManyFailuresError
-from staleflow.events import Consumed, PhaseBegan, Published, Released
+from staleflow.events import CheckpointBegan, CheckpointSaved, Consumed, PhaseBegan, Published, Released, Resumed
 from staleflow.fleet import Fleet
 from staleflow.members import GroupFilter, Members
 from staleflow.parameter_server.base import ParameterServer
@@ -42,7 +44,7 @@ from staleflow.rollouts import Rollouts
 from staleflow.run_folder import RunFolder
 from staleflow.statistics import Evaluation, PipelineStatistics, Report
 from staleflow.store import TrajectoryStore
-from staleflow.tasks import TaskSource
+from staleflow.tasks import ResumableTaskSource, TaskSource, hand_out_again
 from staleflow.trainer.base import Trainer
 from staleflow.types import StepMetrics, TaskData, TrainBatch, Trajectory
 from staleflow.view import show
@@ -67,6 +69,10 @@ class Pipeline(Generic[TaskData]):
         coordinator: the policy that routes, admits and syncs.
         parameter_server: where published weights live.
         run_dir: the run folder; default ``runs/<local time>``.
+        resume: the folder of a run, which then goes on from its newest checkpoint, or that of one checkpoint, whose run
+            then goes on as if nothing had happened since. It goes on in its own folder.
+            Batch and group sizes, ``max_staleness``, the ``extra_`` settings, the model and the tasks must be the
+            same; everything else may change.
         progress: show a live view, or a line now and then where there is no terminal.
     """
 
@@ -83,6 +89,7 @@ class Pipeline(Generic[TaskData]):
         coordinator: Coordinator | None = None,
         parameter_server: ParameterServer | None = None,
         run_dir: str | Path | None = None,
+        resume: str | Path | None = None,
         progress: bool = True,
     ) -> None:
         if not engines:
@@ -95,16 +102,13 @@ class Pipeline(Generic[TaskData]):
         self._group_filter = group_filter
         self._coordinator = LeastLoad() if coordinator is None else coordinator
         self._parameter_server = parameter_server
-        self._run_dir = Path(run_dir) if run_dir is not None else Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S-%f}"
+        self._resumed = None if resume is None else open_checkpoint(Path(resume))
+        self._run_dir = _run_dir(run_dir, self._resumed)
+        if self._resumed is not None or config.checkpoint_every_steps is not None:
+            self._resumable_tasks()
         self._progress = progress
 
-        self._ledger = StalenessLedger(
-            batch_size=config.batch_size,
-            max_staleness=config.max_staleness,
-            group_size=config.group_size,
-            extra_groups=config.extra_groups,
-            extra_members=config.extra_members,
-        )
+        self._ledger = _ledger(config, self._resumed)
         self._store: TrajectoryStore[TaskData] = TrajectoryStore()
         self._changed = asyncio.Event()
         self._fleet = Fleet(engines, self._store, lambda: self._ledger.published, self._changed.set)
@@ -127,32 +131,14 @@ class Pipeline(Generic[TaskData]):
         if self._phase != "new":
             raise ConfigError("a Pipeline runs once; make another one for another run")
         parameter_server = self._parameter_server or SharedMemoryParameterServer()
-        with closing(parameter_server), RunFolder(self._run_dir) as folder:
-            self._folder, self._weights = folder, parameter_server
-            self._recorder = Recorder(folder, self._ledger, self._fleet.load.idle_s)
-            self._members = Members(
-                rollout=self._rollout,
-                group_filter=self._group_filter,
-                config=self.config,
-                ledger=self._ledger,
-                store=self._store,
-                fleet=self._fleet,
-                recorder=self._recorder,
-                changed=self._changed,
-                spawn=self._spawn,
-            )
-            self._rollouts = Rollouts(
-                tasks=self._tasks,
-                coordinator=self._coordinator,
-                config=self.config,
-                ledger=self._ledger,
-                store=self._store,
-                fleet=self._fleet,
-                weights=parameter_server,
-                recorder=self._recorder,
-                members=self._members,
-                spawn=self._spawn,
-            )
+        history = None if self._resumed is None else self._resumed.cut.history
+        with closing(parameter_server), RunFolder(self._run_dir, history) as folder:
+            self._wire(folder, parameter_server)
+            if self._resumed is not None:
+                self._checkpoints.forget_after(self._resumed.cut.step)
+                self._recorder.event(
+                    Resumed(self._recorder.t(), self._resumed.cut.step, engines=len(self._fleet.engines))
+                )
             self._enter("starting")
             folder.write_json(
                 "config.json",
@@ -174,6 +160,36 @@ class Pipeline(Generic[TaskData]):
                 raise trouble
         return life.result()
 
+    def _wire(self, folder: RunFolder, weights: ParameterServer) -> None:
+        """Make the parts that live in a run folder."""
+        self._folder, self._weights = folder, weights
+        self._checkpoints = Checkpoints(folder.path, keep=self.config.keep_checkpoints)
+        recorded = None if self._resumed is None else self._resumed.cut.recorded
+        self._recorder = Recorder(folder, self._ledger, self._fleet.load.idle_s, recorded)
+        self._members = Members(
+            rollout=self._rollout,
+            group_filter=self._group_filter,
+            config=self.config,
+            ledger=self._ledger,
+            store=self._store,
+            fleet=self._fleet,
+            recorder=self._recorder,
+            changed=self._changed,
+            spawn=self._spawn,
+        )
+        self._rollouts = Rollouts(
+            tasks=self._tasks,
+            coordinator=self._coordinator,
+            config=self.config,
+            ledger=self._ledger,
+            store=self._store,
+            fleet=self._fleet,
+            weights=weights,
+            recorder=self._recorder,
+            members=self._members,
+            spawn=self._spawn,
+        )
+
     def statistics(self) -> PipelineStatistics:
         """The state of the run now. Raises :class:`ConfigError` before ``run`` has begun."""
         if self._phase == "new":
@@ -191,7 +207,7 @@ class Pipeline(Generic[TaskData]):
         for none, or only for groups to be admitted. Raises :class:`ConfigError` before ``run`` has begun."""
         if self._phase == "new":
             raise ConfigError("blockers of a run that has not begun; call run() first")
-        return self._members.blockers()
+        return self._members.blockers() if self._rollouts.admitting else ()
 
     # -- the life of a run ---------------------------------------------------------------------------------------
 
@@ -203,12 +219,16 @@ class Pipeline(Generic[TaskData]):
             for index, engine in enumerate(self._fleet.engines):
                 starting.create_task(self._start_engine(engine, f"engine-{index}"))
             starting.create_task(self._start_trainer())
+        if self._resumed is not None:
+            await self._resume(self._resumed)
+        self._trainer_ready = True
         self._spawn(self._rollouts.coordinate(), "coordination")
         self._spawn(self._rollouts.feed(), "tasks")
         self._spawn(self._rollouts.watch_progress(), "progress")
 
-        self._enter("evaluating before the first step")
-        await self._evaluate(at_once=self._fleet.capacity)
+        if self._resumed is None:
+            self._enter("evaluating before the first step")
+            await self._evaluate(at_once=self._fleet.capacity)
         self._enter("training")
         self._recorder.training_begins()
         self._fleet.load.begin()
@@ -241,7 +261,6 @@ class Pipeline(Generic[TaskData]):
 
     async def _start_trainer(self) -> None:
         await self._trainer.start(self._folder.logs)
-        self._trainer_ready = True
         self._spawn(self._trainer.run(), "trainer")
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> "asyncio.Task[None]":
@@ -275,6 +294,51 @@ class Pipeline(Generic[TaskData]):
             trouble.append(LedgerError(f"the accounting law does not hold: {statistics}"))
         return next((error for error in trouble if isinstance(error, Exception)), None)
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _cut(self) -> Cut:
+        """The controller as it is now, right after a publish."""
+        return Cut(
+            step=self._ledger.published,
+            ledger=self._ledger.snapshot(),
+            cursor=self._rollouts.cursor,
+            groups=[cut_group(group) for group in self._store.groups],
+            failed_attempts=dict(self._members.failures.by_cause),
+            truncated=self._members.truncated,
+            recorded=self._recorder.cut(),
+            history=self._folder.sizes(),
+        )
+
+    async def _save(self, cut: Cut) -> None:
+        self._recorder.event(CheckpointBegan(self._recorder.t(), cut.step))
+        await self._checkpoints.save(cut, self._trainer, self._folder.history, best=self._recorder.best_steps)
+        self._recorder.event(CheckpointSaved(self._recorder.t(), cut.step))
+
+    async def _resume(self, checkpoint: Checkpoint) -> None:
+        """Make every part what it was at the cut; what only a lost process knew is played again."""
+        self._enter("resuming")
+        cut = checkpoint.cut
+        tasks = await hand_out_again(self._resumable_tasks(), (group.task for group in cut.groups), cursor=cut.cursor)
+        await self._trainer.load_state(checkpoint.trainer)
+        with self._weights.publishing(cut.step) as weights:
+            await self._trainer.publish(weights)
+        await self._rollouts.sync_all(cut.step)
+        self._rollouts.cursor = cut.cursor
+        self._members.truncated = cut.truncated
+        self._members.failures.by_cause.update(cut.failed_attempts)
+        later_s = self._recorder.started_s - cut.recorded.started_s
+        for group in cut.groups:
+            self._members.resume(revive_group(group, tasks[group.task], later_s), group.playing)
+        self._evaluate_if_due(cut.step)
+
+    def _resumable_tasks(self) -> ResumableTaskSource[TaskData]:
+        if not isinstance(self._tasks, ResumableTaskSource):
+            raise ConfigError(
+                f"tasks is a {type(self._tasks).__name__} without a cursor, so a run on it cannot be resumed: give it "
+                "one (staleflow.ResumableTaskSource), or leave checkpoint_every_steps at None"
+            )
+        return self._tasks
+
     # -- training ------------------------------------------------------------------------------------------------
 
     async def _train(self) -> str:
@@ -298,7 +362,12 @@ class Pipeline(Generic[TaskData]):
             self._recorder.event(Published(self._recorder.t(), batch.step + 1))
             self._changed.set()
             self._recorder.step(batch, metrics, trainer_wait_s=trainer_wait_s, train_s=train_s, publish_s=publish_s)
+            every = self.config.checkpoint_every_steps
+            due = every is not None and (self._ledger.published % every == 0 or batch.step + 1 == self.config.steps)
+            cut = self._cut() if due else None
             self._evaluate_if_due(batch.step + 1)
+            if cut is not None:
+                await self._save(cut)
         return "all_steps_done"
 
     async def _train_and_publish(self, batch: TrainBatch) -> tuple[StepMetrics, float, float]:
@@ -372,6 +441,26 @@ class Pipeline(Generic[TaskData]):
                 versions=(min(versions), max(versions)),
             )
         )
+
+
+def _run_dir(given: str | Path | None, resumed: Checkpoint | None) -> Path:
+    if resumed is None:
+        return Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S-%f}" if given is None else Path(given)
+    if given is not None and Path(given).resolve() != resumed.run_dir:
+        raise ConfigError(f"run_dir is {str(given)!r}; the run that is resumed goes on in {resumed.run_dir}")
+    return resumed.run_dir
+
+
+def _ledger(config: Config, resumed: Checkpoint | None) -> StalenessLedger:
+    if resumed is not None:
+        return resumed.ledger(config)
+    return StalenessLedger(
+        batch_size=config.batch_size,
+        max_staleness=config.max_staleness,
+        group_size=config.group_size,
+        extra_groups=config.extra_groups,
+        extra_members=config.extra_members,
+    )
 
 
 def _raise_first(errors: BaseExceptionGroup) -> NoReturn:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from staleflow import clock
 from staleflow._core import StalenessLedger
+from staleflow.cut import Recorded
 from staleflow.events import Evaluated, Event
 from staleflow.loop_lag import LoopLag
 from staleflow.meters import RecentSteps, StalenessMeter
@@ -25,30 +26,44 @@ class Recorder:
     Args:
         folder: where events, metrics and the ledger's journal go.
         ledger: of the run; every event comes right after the change of the ledger that it tells of.
-        rollout_wait_s: seconds, since training began, in which no engine had anything to do.
+        idle_s: seconds, since training began in this process, in which no engine had anything to do.
+        resumed: what had been measured by the checkpoint that the run goes on from, if it does.
     """
 
-    def __init__(self, folder: RunFolder, ledger: StalenessLedger, rollout_wait_s: Callable[[], float]) -> None:
+    def __init__(
+        self, folder: RunFolder, ledger: StalenessLedger, idle_s: Callable[[], float], resumed: Recorded | None = None
+    ) -> None:
         self.lag = LoopLag()
         self._folder = folder
         self._ledger = ledger
-        ledger.start_journal()
-        self._rollout_wait_s = rollout_wait_s
-        self._started_s = clock.now()
+        self._idle_s = idle_s
         self._training_since_s: float | None = None
-        self._trainer_wait_s = 0.0
-        self._rollout_wait_before_s = 0.0
         self._staleness = StalenessMeter()
         self._recent = RecentSteps()
-        self._evaluations: list[Evaluation] = []
+        self.evaluations: list[Evaluation] = []
         self._agreement_checked = False
+        if resumed is None:
+            ledger.start_journal()
+            self.started_s, self._newest_t = clock.now(), 0.0
+            self._trained_before_s = self._trainer_wait_s = self._waited_before_s = 0.0
+        else:
+            ledger.continue_journal(resumed.t)
+            self.started_s, self._newest_t = clock.now() - resumed.t, resumed.t
+            self._trained_before_s = resumed.training_s
+            self._trainer_wait_s, self._waited_before_s = resumed.trainer_wait_s, resumed.rollout_wait_s
+            self._staleness.histogram.update(resumed.staleness_histogram)
+            self._staleness.trajectories = resumed.trajectories
+            self._staleness.stale_trajectories = resumed.stale_trajectories
+            self.evaluations += resumed.evaluations
+        self._rollout_wait_before_s = self._waited_before_s
 
     def t(self, at_s: float | None = None) -> float:
         """Seconds from the start of the run to a time of the clock; default now."""
-        return (clock.now() if at_s is None else at_s) - self._started_s
+        return (clock.now() if at_s is None else at_s) - self.started_s
 
     def event(self, event: Event) -> None:
         """Something has changed."""
+        self._newest_t = event.t
         self._ledger.note_time(event.t)
         self._folder.event(event)
 
@@ -63,7 +78,7 @@ class Recorder:
 
     def training_begins(self) -> None:
         """From now on, waiting counts."""
-        self._training_since_s = clock.now()
+        self._training_since_s = clock.now() - self._trained_before_s
 
     def step(
         self, batch: TrainBatch, metrics: StepMetrics, *, trainer_wait_s: float, train_s: float, publish_s: float
@@ -94,14 +109,28 @@ class Recorder:
         self._folder.metrics(record)
         self.flush()
 
+    def cut(self) -> Recorded:
+        """Everything measured so far, right after the event of a publish."""
+        return Recorded(
+            started_s=self.started_s,
+            t=self._newest_t,
+            training_s=self._training_s(),
+            trainer_wait_s=self._trainer_wait_s,
+            rollout_wait_s=self._rollout_wait_s(),
+            staleness_histogram=dict(self._staleness.histogram),
+            trajectories=self._staleness.trajectories,
+            stale_trajectories=self._staleness.stale_trajectories,
+            evaluations=list(self.evaluations),
+        )
+
     @property
     def evaluated_step(self) -> int | None:
         """The step that was evaluated last; None before the first evaluation."""
-        return self._evaluations[-1].step if self._evaluations else None
+        return self.evaluations[-1].step if self.evaluations else None
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """The held-out tasks have been played."""
-        self._evaluations.append(evaluation)
+        self.evaluations.append(evaluation)
         self.event(
             Evaluated(
                 self.t(),
@@ -116,7 +145,7 @@ class Recorder:
     def statistics(self, *, phase: str, steps: int, running: int, waiting: int, failed: int) -> PipelineStatistics:
         """The state of the run now."""
         ledger = self._ledger.statistics()
-        training_s = 0.0 if self._training_since_s is None else clock.now() - self._training_since_s
+        training_s = self._training_s()
         return PipelineStatistics(
             phase=phase,
             step=ledger.published,
@@ -145,7 +174,7 @@ class Recorder:
             wall_s=self.t(),
             accuracy_before=self._accuracy(0),
             accuracy_after=self._accuracy(-1),
-            held_out_failures=sum(evaluation.failed for evaluation in self._evaluations),
+            held_out_failures=sum(evaluation.failed for evaluation in self.evaluations),
             staleness_max=self._staleness.maximum,
             staleness_mean=self._staleness.mean,
             staleness_histogram=dict(sorted(self._staleness.histogram.items())),
@@ -173,6 +202,18 @@ class Recorder:
             run_dir=str(self._folder.path),
         )
 
+    @property
+    def best_steps(self) -> list[int]:
+        """The steps that were evaluated, best first."""
+        best = sorted(self.evaluations, key=lambda evaluation: evaluation.reward_mean, reverse=True)
+        return [evaluation.step for evaluation in best]
+
+    def _training_s(self) -> float:
+        return 0.0 if self._training_since_s is None else clock.now() - self._training_since_s
+
+    def _rollout_wait_s(self) -> float:
+        return self._waited_before_s + self._idle_s()
+
     def _check_agreement(self, metrics: StepMetrics) -> None:
         """Compare trainer and engines once, as soon as a batch has tokens of the trainer's own version."""
         if metrics.agreement is None or self._agreement_checked:
@@ -182,4 +223,4 @@ class Recorder:
             logger.warning("%s", warning)
 
     def _accuracy(self, index: int) -> float | None:
-        return self._evaluations[index].reward_mean if self._evaluations else None
+        return self.evaluations[index].reward_mean if self.evaluations else None

@@ -47,6 +47,8 @@ class Rollouts(Generic[TaskData]):
         spawn: Spawn,
     ) -> None:
         self.admitting = False
+        self.cursor = 0
+        """The first task that no group has."""
         self._tasks = tasks
         self._coordinator = coordinator
         self._config = config
@@ -148,8 +150,7 @@ class Rollouts(Generic[TaskData]):
             case Admit(engine):
                 self._admit(self._fleet.version(engine))
             case Sync(engine, version):
-                self._fleet.begin_sync(engine)
-                self._recorder.event(SyncBegan(self._recorder.t(), engine, version))
+                self._begin_sync(engine, version)
                 self._spawn(self._sync(engine, version), f"sync {engine}")
             case _:
                 assert_never(command)
@@ -161,10 +162,22 @@ class Rollouts(Generic[TaskData]):
         if isinstance(admitted, Refusal):
             return
         group = Group(admitted, self._next_task, version, self._members_each, clock.now())
+        self.cursor = group.task.id + 1
         self._next_task = None
         self._next_task_taken.set()
         self._members.start(group)
         self._recorder.event(Admitted(self._recorder.t(), group.id, group.task.id, version))
+
+    async def sync_all(self, version: int) -> None:
+        """Have every engine confirm a version, whatever the coordinator would do."""
+        async with asyncio.TaskGroup() as syncing:
+            for engine in range(len(self._fleet.engines)):
+                self._begin_sync(engine, version)
+                syncing.create_task(self._sync(engine, version))
+
+    def _begin_sync(self, engine: int, version: int) -> None:
+        self._fleet.begin_sync(engine)
+        self._recorder.event(SyncBegan(self._recorder.t(), engine, version))
 
     async def _sync(self, engine: int, version: int) -> None:
         await self._fleet.sync(engine, version, self._weights)

@@ -1,18 +1,21 @@
 """The run folder: everything a run leaves behind.
 
 ``config.json``, ``events.jsonl``, ``metrics.jsonl``, ``ledger.journal`` (every change of the ledger, for
-``StalenessLedger.replay``), ``logs/`` of the children, ``checkpoint/``, and what the caller adds. A folder belongs to
-one run. Every failure to write is a :class:`RunFolderError` that names file and reason.
+``StalenessLedger.replay``), ``logs/`` of the children, ``checkpoint/``, ``checkpoints/``, and what the caller adds. A
+folder belongs to one run, which one process at a time goes on with. Every failure to write is a
+:class:`RunFolderError` that names file and reason.
 """
 
+import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 import msgspec
 
+from staleflow.cut import HistorySizes
 from staleflow.errors import RunFolderError
 from staleflow.events import Event
 
@@ -20,20 +23,29 @@ BUFFER_BYTES = 1 << 20
 
 
 class RunFolder:
-    """An open run folder; a context manager."""
+    """An open run folder; a context manager.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: where it is.
+        resumes: how much there is of the run to go on with; None for a new run.
+    """
+
+    def __init__(self, path: Path, resumes: HistorySizes | None = None) -> None:
         self.path = path
         self._failed = False
         with self._writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            if (path / "config.json").exists():
-                raise RunFolderError(f"run folder {path} already holds a run; choose another with run_dir")
+            if resumes is None and (path / "config.json").exists():
+                raise RunFolderError(
+                    f"run folder {path} already holds a run; choose another with run_dir, or go on with it with resume"
+                )
             self.logs.mkdir(exist_ok=True)
-            # Buffered, so that an event costs no system call; flushed at every step.
-            self._events: IO[bytes] = (path / "events.jsonl").open("wb", buffering=BUFFER_BYTES)
-            self._metrics: IO[bytes] = (path / "metrics.jsonl").open("wb", buffering=BUFFER_BYTES)
-            self._journal: IO[bytes] = (path / "ledger.journal").open("wb", buffering=BUFFER_BYTES)
+            sizes = resumes or HistorySizes(events_bytes=0, metrics_bytes=0, journal_bytes=0)
+            with ExitStack() as opened:
+                self._events = opened.enter_context(self._open("events.jsonl", sizes.events_bytes))
+                self._metrics = opened.enter_context(self._open("metrics.jsonl", sizes.metrics_bytes))
+                self._journal = opened.enter_context(self._open("ledger.journal", sizes.journal_bytes))
+                opened.pop_all()
         self._encoder = msgspec.json.Encoder()
         self._line = bytearray()
 
@@ -46,6 +58,17 @@ class RunFolder:
     def checkpoint(self) -> Path:
         """Folder of the newest checkpoint; exists once one has been saved."""
         return self.path / "checkpoint"
+
+    @property
+    def history(self) -> tuple[Path, ...]:
+        """The files that only grow."""
+        return tuple(self.path / name for name in ("events.jsonl", "metrics.jsonl", "ledger.journal"))
+
+    def sizes(self) -> HistorySizes:
+        """How much has been written of each."""
+        return HistorySizes(
+            events_bytes=self._events.tell(), metrics_bytes=self._metrics.tell(), journal_bytes=self._journal.tell()
+        )
 
     def write_json(self, name: str, content: object) -> None:
         """Write a whole JSON file, indented."""
@@ -86,6 +109,26 @@ class RunFolder:
             # The first error is the one to show.
             if error is None:
                 raise
+
+    def _open(self, name: str, size_bytes: int) -> IO[bytes]:
+        """A file that goes on after so many bytes; changes nothing if another process is writing to it."""
+        path = self.path / name
+        # Buffered, so that an event costs no system call; flushed at every step.
+        file = path.open("ab", buffering=BUFFER_BYTES)
+        try:
+            # Held for as long as this process lives, however it ends.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.tell() < size_bytes:
+                raise RunFolderError(f"{path} is shorter than when the checkpoint was saved; restore it from a copy")
+            file.truncate(size_bytes)
+            file.seek(size_bytes)
+        except BlockingIOError:
+            file.close()
+            raise RunFolderError(f"run folder {self.path} belongs to a run that still goes on") from None
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def _append(self, file: IO[bytes], record: msgspec.Struct) -> None:
         self._encoder.encode_into(record, self._line)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from staleflow.checkpoints import newest_step
 from staleflow.pipeline import Pipeline
 from staleflow.statistics import Report
 from staleflow.types import TaskData
@@ -49,7 +50,9 @@ def run(pipeline: Pipeline[TaskData]) -> Report:
         hung = _hung_threads(threads)
     checkpoint = pipeline.run_dir / "checkpoint"
     saved = f"the checkpoint is {checkpoint}" if checkpoint.exists() else "there is no checkpoint"
-    print(f"\nInterrupted; {saved}", file=sys.stderr)
+    step = newest_step(pipeline.run_dir)
+    resume = "" if step is None else f"; resume={str(pipeline.run_dir)!r} goes on after step {step}"
+    print(f"\nInterrupted; {saved}{resume}", file=sys.stderr)
     if hung:
         # The interpreter would wait for them at its exit.
         sys.stdout.flush()

@@ -32,6 +32,7 @@ class Group(Generic[TaskData]):
         self.version = version
         self.finished: list[Trajectory | None] = [None] * members
         self.attempts = [0] * members
+        self.failures = [0] * members
         self.players: dict[int, Player] = {}
         self.lost = 0
         self.complete = False

@@ -1,13 +1,13 @@
-"""Where tasks come from: a source that can say where it stands and hand out the next task.
+"""Where tasks come from: a source that hands out the next task and, if a run is to be resumed, can go back.
 
 ``ListTasks`` serves what fits in memory; anything else implements :class:`TaskSource`. A source knows nothing of
 groups or of what becomes of its tasks.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -22,6 +22,33 @@ class TaskSource(Protocol[TaskData]):
 
     async def next(self) -> Task[TaskData] | None:
         """The next task, with ids that count up from 0; None when there will be no more."""
+
+
+@runtime_checkable
+class ResumableTaskSource(TaskSource[TaskData], Protocol[TaskData]):
+    """A source that checkpoints can be made with.
+
+    ``cursor`` is the id of the task that ``next`` hands out next. It may be set, between two calls, to any task that
+    was handed out before, in this process or in another one; the same tasks then come again.
+    """
+
+    cursor: int
+
+
+async def hand_out_again(
+    source: ResumableTaskSource[TaskData], tasks: Iterable[int], *, cursor: int
+) -> dict[int, Task[TaskData]]:
+    """Some tasks by id, from a source that then goes on at ``cursor``; raises :class:`TaskSourceError`."""
+    found = {}
+    for number in tasks:
+        source.cursor = number
+        task = await source.next()
+        if task is None or task.id != number:
+            came = "none" if task is None else f"task {task.id}"
+            raise TaskSourceError(f"the task source was asked for task {number} again and handed out {came}")
+        found[number] = task
+    source.cursor = cursor
+    return found
 
 
 class ListTasks(Generic[TaskData]):

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from tokenizers import Tokenizer
 
+from staleflow.errors import TrainerError
 from staleflow.types import FinishReason, GenerateRequest, Generation, StepMetrics, TrainBatch
 
 Result = TypeVar("Result")
@@ -43,7 +44,10 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualClock(asyncio.SelectorEventLoop):
-    """An event loop on which time passes only in jumps. For code without threads, processes and sockets."""
+    """An event loop on which time passes only in jumps. For code without processes and sockets.
+
+    What is sent to a thread is done at once instead, so that nothing depends on which thread is faster.
+    """
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -52,6 +56,17 @@ class VirtualClock(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._jumping.time_s
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, func: Callable[..., Result], *args: Any
+    ) -> "asyncio.Future[Result]":
+        """Do it now; the future is done."""
+        future: asyncio.Future[Result] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - it is raised where the future is awaited
+            future.set_exception(error)
+        return future
 
 
 def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
@@ -153,18 +168,23 @@ class ScriptedEngine:
 class ScriptedTrainer:
     """A trainer that takes its time and learns nothing; ``batches`` are the ones it was given.
 
+    Its state is ``steps``, the number of steps it has made, those before a resume included.
+
     Args:
         step_s: seconds a step takes.
         publish_s: seconds a publish takes.
+        save_s: seconds that saving its state takes, half of them with half of it written.
     """
 
-    def __init__(self, *, step_s: float = 0.2, publish_s: float = 0.02) -> None:
+    def __init__(self, *, step_s: float = 0.2, publish_s: float = 0.02, save_s: float = 0.0) -> None:
         self.settings = {"step_s": step_s, "publish_s": publish_s}
         self.batches: list[TrainBatch] = []
         self.saved: list[Path] = []
+        self.steps = 0
         self.stopped = False
         self._step_s = step_s
         self._publish_s = publish_s
+        self._save_s = save_s
 
     async def start(self, log_folder: Path) -> None:
         """Nothing to load."""
@@ -177,6 +197,7 @@ class ScriptedTrainer:
         """Keep the batch."""
         await asyncio.sleep(self._step_s)
         self.batches.append(batch)
+        self.steps += 1
         tokens = sum(trajectory.sampled_tokens for trajectory in batch.trajectories)
         return StepMetrics(loss=0.0, gradient_norm=0.0, tokens=tokens)
 
@@ -188,6 +209,20 @@ class ScriptedTrainer:
     async def save(self, folder: Path) -> None:
         """Remember where to."""
         self.saved.append(folder)
+
+    async def save_state(self, folder: Path) -> None:
+        """Write the number of steps, twice."""
+        folder.mkdir()  # noqa: ASYNC240 - as above
+        for half in ("first", "second"):
+            (folder / half).write_text(str(self.steps))
+            await asyncio.sleep(self._save_s / 2)
+
+    async def load_state(self, folder: Path) -> None:
+        """Read them back."""
+        first, second = (int((folder / half).read_text()) for half in ("first", "second"))
+        if first != second:
+            raise TrainerError(f"{folder} holds one half of step {first} and one of step {second}")
+        self.steps = first
 
     async def stop(self) -> None:
         """Remember that it was stopped."""

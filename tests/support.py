@@ -58,6 +58,7 @@ class Parts(TypedDict, total=False):
     coordinator: Coordinator
     parameter_server: ParameterServer
     run_dir: Path
+    resume: Path
 
 
 class ScriptedRun:
@@ -65,7 +66,7 @@ class ScriptedRun:
 
     def __init__(self, config: Config, folder: Path, **parts: Unpack[Parts]) -> None:
         self.config = config
-        self.run_dir = parts.get("run_dir", folder / "run")
+        resume = parts.get("resume")
         self.weights = folder / "weights"
         self.weights.mkdir(parents=True)
         self.engines = parts.get("engines", [ScriptedEngine()])
@@ -80,9 +81,11 @@ class ScriptedRun:
             group_filter=parts.get("group_filter"),
             coordinator=parts.get("coordinator"),
             parameter_server=parts.get("parameter_server") or SharedMemoryParameterServer(self.weights),
-            run_dir=self.run_dir,
+            run_dir=None if resume is not None else parts.get("run_dir", folder / "run"),
+            resume=resume,
             progress=False,
         )
+        self.run_dir = self.pipeline.run_dir
 
     def run(self) -> Report:
         """Run to the end on a virtual clock, and check the log against the laws if the run ends well."""

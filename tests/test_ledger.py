@@ -615,6 +615,19 @@ class TestJournal:
             ledger.consume()
         assert ledger.take_journal() == b""
 
+    def test_is_continued_by_a_restored_ledger(self) -> None:
+        ledger = StalenessLedger(batch_size=1, max_staleness=1)
+        ledger.start_journal()
+        group = granted(ledger.admit(0))
+        ledger.note_time(1.25)
+        restored = StalenessLedger.restore(ledger.snapshot())
+        restored.continue_journal(1.25)
+        restored.complete(group)
+        restored.note_time(2.5)
+        replay = StalenessLedger.replay(ledger.take_journal() + restored.take_journal())
+        assert [now_s for now_s, _ in replay] == [1.25, 2.5]
+        assert replay.ledger.snapshot() == restored.snapshot()
+
     @pytest.mark.parametrize("now_s", [-1.0, float("nan"), float("inf")])
     def test_impossible_times_do_no_harm(self, now_s: float) -> None:
         ledger = StalenessLedger(batch_size=1, max_staleness=0)

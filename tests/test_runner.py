@@ -19,6 +19,7 @@ from support import one_turn
 
 import staleflow
 from staleflow import LLM, Config, ListTasks, Pipeline
+from staleflow.checkpoints import newest_step
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
 from staleflow.rollout import Rollout
 from staleflow.testing import ScriptedEngine, ScriptedTrainer
@@ -90,8 +91,18 @@ async def hung_judges(task: int, llm: LLM) -> float:
     return await one_turn(task, llm)
 
 
-def run(folder: Path, rollout: Rollout[int] = one_turn, *, steps: int = 10**6, save_s: float = 0.0) -> None:
-    config = Config(steps=steps, batch_size=2, group_size=1, rollout_timeout_s=0.5, max_attempts=1)
+def run(
+    folder: Path,
+    rollout: Rollout[int] = one_turn,
+    *,
+    steps: int = 10**6,
+    save_s: float = 0.0,
+    every: int | None = None,
+    resume: bool = False,
+) -> None:
+    config = Config(
+        steps=steps, batch_size=2, group_size=1, rollout_timeout_s=0.5, max_attempts=1, checkpoint_every_steps=every
+    )
     report = staleflow.run(
         Pipeline(
             tasks=ListTasks(range(1000), seed=None),
@@ -101,6 +112,7 @@ def run(folder: Path, rollout: Rollout[int] = one_turn, *, steps: int = 10**6, s
             config=config if rollout is not never_answers else Config(steps=1),
             parameter_server=SharedMemoryParameterServer(folder),
             run_dir=folder / "run",
+            resume=folder / "run" if resume else None,
             progress=False,
         )
     )
@@ -129,6 +141,10 @@ def main(scenario: str, folder: Path) -> None:
             run(folder)
         case "no answer":
             run(folder, never_answers)
+        case "with checkpoints":
+            run(folder, every=1)
+        case "resumed":
+            run(folder, steps=(newest_step(folder / "run") or 0) + 3, resume=True)
         case "slow save":
             run(folder, save_s=100.0)
         case "stubborn rollout":
@@ -266,3 +282,29 @@ def test_judge_that_hangs_in_a_thread_cannot_keep_the_run(tmp_path: Path) -> Non
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]))
+
+
+def test_run_that_was_killed_goes_on_in_another_process(tmp_path: Path) -> None:
+    with started("with checkpoints", tmp_path) as process:
+        process.wait_for("trained")
+        process.send(signal.SIGKILL)
+        assert process.end()[0] == -signal.SIGKILL
+    step = newest_step(tmp_path / "run")
+    assert step is not None
+    with started("resumed", tmp_path) as process:
+        code, out, err = process.end()
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == f"returned: all_steps_done after {step + 3} steps, failed {{}}"
+
+
+def test_interrupted_run_tells_how_it_can_go_on(tmp_path: Path) -> None:
+    with started("with checkpoints", tmp_path) as process:
+        process.wait_for("trained")
+        process.send(signal.SIGTERM)
+        code, _, err = process.end()
+    assert code == 143
+    run_dir, step = tmp_path / "run", newest_step(tmp_path / "run")
+    assert (
+        err
+        == f"\nInterrupted; the checkpoint is {run_dir / 'checkpoint'}; resume='{run_dir}' goes on after step {step}\n"
+    )

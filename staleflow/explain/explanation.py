@@ -123,7 +123,7 @@ class _Wait:
 
 def explain(recording: Recording, watch: Watch = iter) -> Explanation:
     """Account for every wait of a run."""
-    engines: list[Counter[Cause]] = [Counter() for _ in range(recording.engines)]
+    engines: list[Counter[Cause]] = [Counter() for _ in range(max(recording.engines))]
     waits: list[_Wait] = []
     training_us = 0
     for stretch in stretches(recording, watch(recording.events)):
@@ -131,7 +131,7 @@ def explain(recording: Recording, watch: Watch = iter) -> Explanation:
         if isinstance(now.trainer, NoTraining) or length_us == 0:
             continue
         training_us += length_us
-        for cause, us in zip(engine_causes(now), engines, strict=True):
+        for cause, us in zip(engine_causes(now), engines, strict=False):
             if cause is not None:
                 us[cause] += length_us
         if isinstance(now.trainer, WaitsForBatch):

@@ -4,6 +4,7 @@ The run may still go on or may have been killed. Then the last line of the event
 be ahead of the ledger's journal: both ends are left out, since nothing is known of the ledger there.
 """
 
+import itertools
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,20 @@ import msgspec
 from staleflow._core import StalenessLedger
 from staleflow.config import Config
 from staleflow.errors import RunFolderError, SnapshotError
-from staleflow.events import Aborted, Admitted, ClosedShort, Consumed, Event, Filtered, Finished, Published, Released
+from staleflow.events import (
+    Aborted,
+    Admitted,
+    ClosedShort,
+    Consumed,
+    Event,
+    Filtered,
+    Finished,
+    Published,
+    Released,
+    Resumed,
+    Routed,
+    SyncBegan,
+)
 
 CHANGES_THE_LEDGER = (Admitted, Finished, ClosedShort, Filtered, Aborted, Consumed, Published, Released)
 MICROSECONDS_PER_S = 1_000_000
@@ -20,11 +34,12 @@ MICROSECONDS_PER_S = 1_000_000
 class Recording(msgspec.Struct, frozen=True):
     """What a run has left behind.
 
-    ``journal`` is that of the ledger, empty if it has not changed; ``marks_us`` are the times noted in it.
+    ``engines`` counts them at the start and, if the run was resumed, from each time on. ``journal`` is that of the
+    ledger, empty if it has not changed; ``marks_us`` are the times noted in it.
     """
 
     config: Config
-    engines: int
+    engines: list[int]
     events: list[Event]
     journal: bytes
     marks_us: list[int]
@@ -53,7 +68,16 @@ def read_run(folder: Path) -> Recording:
             break
         if isinstance(events[index], CHANGES_THE_LEDGER):
             del events[index:]
-    return Recording(settings.config, len(settings.engines), events, journal, marks_us)
+    return Recording(settings.config, _engines(events, len(settings.engines)), events, journal, marks_us)
+
+
+def _engines(events: list[Event], settings: int) -> list[int]:
+    resumed = [event.engines for event in events if isinstance(event, Resumed)]
+    if not resumed:
+        return [settings]
+    # The settings are those of the last process; in the first one an engine that did nothing is not missed.
+    first = itertools.takewhile(lambda event: not isinstance(event, Resumed), events)
+    return [1 + max((event.engine for event in first if isinstance(event, SyncBegan | Routed)), default=0), *resumed]
 
 
 def _read(path: Path) -> bytes:

@@ -16,6 +16,8 @@ from staleflow.events import (
     Aborted,
     Admitted,
     Answered,
+    CheckpointBegan,
+    CheckpointSaved,
     ClosedShort,
     Completed,
     Consumed,
@@ -30,6 +32,7 @@ from staleflow.events import (
     Published,
     Released,
     Requested,
+    Resumed,
     Routed,
     SourceEnded,
     Stalled,
@@ -83,6 +86,7 @@ class Group:
         self.version = version
         self.unfinished = {index: Member(Activity.IN_ROLLOUT, admitted_s) for index in range(members)}
         self.attempts = [0] * members
+        self.failures = [0] * members
         self.tally = dict.fromkeys(Activity, 0)
         self.tally[Activity.IN_ROLLOUT] = members
 
@@ -108,7 +112,7 @@ class Timeline:
         self.phase = "starting"
         self.trainer: Trainer = NoTraining()
         self.batches_taken = 0
-        self.engines = [Engine() for _ in range(recording.engines)]
+        self.engines = [Engine() for _ in range(recording.engines[0])]
         self.groups: dict[int, Group] = {}
         self.tally = dict.fromkeys(Activity, 0)
         self.queued_versions: Counter[int] = Counter()
@@ -124,8 +128,10 @@ class Timeline:
                 self._apply_to_request(event)
             case Admitted() | Finished() | Failed() | Completed() | Filtered() | Aborted() | Expired():
                 self._apply_to_group(event)
-            case PhaseBegan() | Consumed() | Released() | Published():
+            case PhaseBegan() | Consumed() | Released() | Published() | CheckpointBegan() | CheckpointSaved():
                 self._apply_to_trainer(event)
+            case Resumed(engines=engines):
+                self._start_again(event.t, engines)
             case TaskFetched():
                 self.task_at_hand = True
             case SourceEnded():
@@ -141,16 +147,33 @@ class Timeline:
             case _:
                 assert_never(event)
 
-    def _apply_to_trainer(self, event: PhaseBegan | Consumed | Released | Published) -> None:
+    def _start_again(self, now_s: float, engines: int) -> None:
+        """Of another process only the running groups are left; their members start over."""
+        self.engines = [Engine() for _ in range(engines)]
+        self._requests.clear()
+        self.queued_versions.clear()
+        self.task_at_hand = self.source_ended = False
+        for index, group in self.groups.items():
+            for member in tuple(group.unfinished):
+                group.attempts[member] += 1
+                self._move(index, member, Member(Activity.IN_ROLLOUT, now_s))
+
+    def _apply_to_trainer(
+        self, event: PhaseBegan | Consumed | Released | Published | CheckpointBegan | CheckpointSaved
+    ) -> None:
         match event:
             case PhaseBegan(phase=phase):
                 self.phase = phase
-                self.trainer = WaitsForBatch(0, event.t) if phase == TRAINING else NoTraining()
+                self.trainer = WaitsForBatch(self.batches_taken, event.t) if phase == TRAINING else NoTraining()
             case Consumed(batch=batch):
                 self.trainer = TrainsBatch(batch, event.t)
                 self.batches_taken = batch + 1
             case Published(version=version):
                 self.trainer = WaitsForBatch(version, event.t) if version < self.steps else NoTraining()
+            case CheckpointBegan():
+                self.trainer = NoTraining()
+            case CheckpointSaved(step=step):
+                self.trainer = WaitsForBatch(step, event.t) if step < self.steps else NoTraining()
             case Released():
                 # The run ends: nothing asks for this batch again.
                 self.trainer = NoTraining()
@@ -166,10 +189,11 @@ class Timeline:
             case Finished(group=group, member=member):
                 self._move(group, member, None)
             case Failed(group=group, member=member, attempt=attempt):
-                again = attempt + 1 < self._max_attempts
-                self._move(group, member, Member(Activity.IN_ROLLOUT, event.t) if again else None)
                 if group in self.groups:
                     self.groups[group].attempts[member] = attempt + 1
+                    self.groups[group].failures[member] += 1
+                    again = self.groups[group].failures[member] < self._max_attempts
+                    self._move(group, member, Member(Activity.IN_ROLLOUT, event.t) if again else None)
             case Completed(group=group) | Filtered(group=group) | Aborted(group=group) | Expired(group=group):
                 for member in tuple(self.groups[group].unfinished) if group in self.groups else ():
                     self._move(group, member, None)

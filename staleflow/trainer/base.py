@@ -32,5 +32,11 @@ class Trainer(Protocol):
     async def save(self, folder: Path) -> None:
         """Write a checkpoint that transformers can load; replaces an older one in one step."""
 
+    async def save_state(self, folder: Path) -> None:
+        """Write all it takes to train on as if there had been no interruption, optimizer included, to a new folder."""
+
+    async def load_state(self, folder: Path) -> None:
+        """Become what :meth:`save_state` has written; only before the first step. Raises :class:`TrainerError`."""
+
     async def stop(self) -> None:
         """End the trainer and its processes. Idempotent."""

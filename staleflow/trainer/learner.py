@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from staleflow.errors import TrainerError
+from staleflow.trainer import state
 from staleflow.trainer.aggregation import token_shares
 from staleflow.trainer.local import TrainerSettings
 from staleflow.trainer.loss_metrics import Measured, measure
@@ -139,6 +140,14 @@ class Learner:
             folder.rename(replaced)
         partial.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights and optimizer; the learning rate is a function of the step, and nothing here is random."""
+        state.save(self._model, self._optimizer, folder)
+
+    def load_state(self, folder: Path) -> None:
+        """Become what was written; raises :class:`TrainerError` when it is of another model."""
+        state.load(self._model, self._optimizer, folder)
 
     # -- one update ----------------------------------------------------------------------------------------------
 

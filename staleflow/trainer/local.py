@@ -62,6 +62,20 @@ class Save(msgspec.Struct, tag=True, frozen=True):
     folder: str
 
 
+class SaveState(msgspec.Struct, tag=True, frozen=True):
+    """Write all that training goes on from to a new folder."""
+
+    call: int
+    folder: str
+
+
+class LoadState(msgspec.Struct, tag=True, frozen=True):
+    """Go on from what was written."""
+
+    call: int
+    folder: str
+
+
 class Answer(msgspec.Struct, tag=True, frozen=True):
     """The call has been carried out; ``error`` says why it could not be."""
 
@@ -70,7 +84,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     error: str | None = None
 
 
-ToChild: TypeAlias = TrainerSettings | Step | Publish | Save
+ToChild: TypeAlias = TrainerSettings | Step | Publish | Save | SaveState | LoadState
 
 
 def _refuse_impossible(settings: TrainerSettings, step_timeout_s: float) -> None:
@@ -218,6 +232,18 @@ class LocalTrainer:
         call = next(self._calls)
         await self._running().send(Save(call, str(folder)))
         await self._answer(call, f"write {folder}", self._step_timeout_s)
+
+    async def save_state(self, folder: Path) -> None:
+        """Write weights and optimizer to ``folder``; raises :class:`TrainerError` when that fails."""
+        call = next(self._calls)
+        await self._running().send(SaveState(call, str(folder)))
+        await self._answer(call, f"write {folder}", self._step_timeout_s)
+
+    async def load_state(self, folder: Path) -> None:
+        """Take weights and optimizer from ``folder``; raises :class:`TrainerError` when they are of another model."""
+        call = next(self._calls)
+        await self._running().send(LoadState(call, str(folder)))
+        await self._answer(call, f"read {folder}", self._step_timeout_s)
 
     async def stop(self) -> None:
         """End the child. Idempotent."""

@@ -10,10 +10,10 @@ from transformers.utils import logging
 from staleflow.errors import TrainerError
 from staleflow.process import Parent
 from staleflow.trainer.learner import Learner
-from staleflow.trainer.local import Answer, Publish, Save, Step, ToChild, TrainerSettings
+from staleflow.trainer.local import Answer, LoadState, Publish, Save, SaveState, Step, ToChild, TrainerSettings
 
 
-def _carry_out(learner: Learner, message: Step | Publish | Save) -> Answer:
+def _carry_out(learner: Learner, message: Step | Publish | Save | SaveState | LoadState) -> Answer:
     try:
         match message:
             case Step(call, batch):
@@ -22,6 +22,10 @@ def _carry_out(learner: Learner, message: Step | Publish | Save) -> Answer:
                 learner.write_weights(Path(weights))
             case Save(call, folder):
                 learner.save(Path(folder))
+            case SaveState(call, folder):
+                learner.save_state(Path(folder))
+            case LoadState(call, folder):
+                learner.load_state(Path(folder))
             case _:
                 assert_never(message)
     except (TrainerError, OSError, SafetensorError) as error:

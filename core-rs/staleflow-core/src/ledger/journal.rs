@@ -91,6 +91,12 @@ impl Ledger {
         self.journal = Some(Journal { frames, changes: Vec::new(), marked_us: 0, unmarked: false });
     }
 
+    /// Keeps a journal from here on that is the end of another one: of one that has come to the present state, its last
+    /// change noted at this time, in microseconds. What is taken from it is to be appended to that journal.
+    pub fn continue_journal(&mut self, marked_us: u64) {
+        self.journal = Some(Journal { frames: Vec::new(), changes: Vec::new(), marked_us, unmarked: false });
+    }
+
     /// Notes that the changes since the last call happened by this time, in microseconds since a moment of the
     /// caller's choice. Does nothing if there were none, or without a journal.
     pub fn note_time(&mut self, now_us: u64) {

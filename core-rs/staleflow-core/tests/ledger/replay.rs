@@ -67,6 +67,38 @@ proptest! {
         prop_assert_eq!(replayed(&data), Ok(expected));
     }
 
+    /// A ledger that is restored now and then continues its journal, and the whole of it is one journal.
+    #[test]
+    fn restored_ledgers_continue_their_journal(config in configs(), steps in steps(), lives in 1_usize..20) {
+        let mut journal = Journal::new(config);
+        journal.ledger.start_journal();
+        let mut data = Vec::new();
+        let mut expected = Vec::new();
+        for (index, step) in steps.iter().enumerate() {
+            let before = journal.ledger.snapshot();
+            if !matches!(step, Step::Crash) {
+                journal.take(step);
+            }
+            let now_us = index as u64 * 1000;
+            journal.ledger.note_time(now_us);
+            if journal.ledger.snapshot() != before {
+                expected.push((now_us, journal.ledger.snapshot()));
+            }
+            if index % lives == 0 {
+                data.extend(journal.ledger.take_journal());
+                journal.ledger = Ledger::restore(&journal.ledger.snapshot()).unwrap();
+                let (mut replay, mut ledger) = Replay::open(data.clone()).unwrap();
+                let mut marked_us = 0;
+                while let Some(now_us) = replay.advance(&mut ledger).unwrap() {
+                    marked_us = now_us;
+                }
+                journal.ledger.continue_journal(marked_us);
+            }
+        }
+        data.extend(journal.ledger.take_journal());
+        prop_assert_eq!(replayed(&data), Ok(expected));
+    }
+
     /// A journal cut anywhere replays up to the last whole piece; one altered anywhere is refused or cut short.
     #[test]
     fn damaged_journals_are_refused(at in 0_usize..1000, flip in 1_u8..=255) {

@@ -229,6 +229,11 @@ impl StalenessLedger {
         self.0.start_journal();
     }
 
+    /// Keeps a journal from here on that is the end of another one.
+    fn continue_journal(&mut self, noted_s: f64) {
+        self.0.continue_journal(microseconds(noted_s));
+    }
+
     /// Notes when the changes since the last call happened.
     fn note_time(&mut self, now_s: f64) {
         self.0.note_time(microseconds(now_s));

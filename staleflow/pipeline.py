@@ -8,9 +8,9 @@
                                      +------- snapshot --------+
 
 Data flow. Left of the ledger, :mod:`staleflow.rollouts` turns tasks into groups and :mod:`staleflow.members` plays them
-until they are complete. Right of it, the training
-loop here waits until the ledger has a batch, trains, publishes and, now and then, saves a checkpoint. All of it lives
-in one ``TaskGroup``: the first failure ends everything and is what the caller sees.
+until they are complete. Right of it, the training loop here waits until the ledger has a batch, trains, publishes and,
+now and then, saves a checkpoint. All of it lives in one ``TaskGroup``: the first failure ends everything and is what
+the caller sees.
 
 Invariant: the ledger is told of every change of state at the moment it happens, with nothing awaited in between, so
 its law (``docs/design/ledger.md``) holds at every instant of the run.

@@ -127,3 +127,12 @@ def batch(step: int = 0) -> TrainBatch:
             members.append(trajectory(group, member, float((group * member) % 3), *segments))
         groups.append(members)
     return TrainBatch(step, groups)
+
+
+def pair(step: int) -> TrainBatch:
+    """A batch of one group of two, whose tokens depend on the step."""
+    members = [
+        trajectory(0, member, float(member), injected(3, 4), sampled([5 + step, 6 + member], [-2.5, -2.6]))
+        for member in range(2)
+    ]
+    return TrainBatch(step, [members])

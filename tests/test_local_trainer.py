@@ -8,13 +8,12 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from models import ALPHABET, figures, injected, load, sampled, trajectory
+from models import ALPHABET, figures, load, pair
 
 from staleflow import LocalTrainer
 from staleflow.errors import TrainerError
 from staleflow.testing import character_llama
 from staleflow.trainer.learner import Learner
-from staleflow.types import TrainBatch
 
 pytestmark = pytest.mark.torch
 
@@ -22,14 +21,6 @@ pytestmark = pytest.mark.torch
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return character_llama(tmp_path_factory.mktemp("model"), ALPHABET, hidden_size=32)
-
-
-def batch(step: int) -> TrainBatch:
-    members = [
-        trajectory(0, member, float(member), injected(3, 4), sampled([5 + step, 6 + member], [-2.5, -2.6]))
-        for member in range(2)
-    ]
-    return TrainBatch(step, [members])
 
 
 def test_trains_publishes_and_saves_over_the_wire(model: Path, tmp_path: Path) -> None:
@@ -40,15 +31,15 @@ def test_trains_publishes_and_saves_over_the_wire(model: Path, tmp_path: Path) -
     async def main() -> None:
         await trainer.start(tmp_path)
         running = asyncio.create_task(trainer.run())
-        first = await trainer.step(batch(0))
+        first = await trainer.step(pair(0))
 
         # The answer to a call that was cancelled is not taken for that to the next one.
-        cancelled = asyncio.create_task(trainer.step(batch(1)))
+        cancelled = asyncio.create_task(trainer.step(pair(1)))
         await asyncio.sleep(0)
         cancelled.cancel()
         await asyncio.wait({cancelled})
         await trainer.publish(tmp_path / "weights")
-        third = await trainer.step(batch(2))
+        third = await trainer.step(pair(2))
 
         with pytest.raises(TrainerError, match=r"could not write .*weights"):
             await trainer.publish(tmp_path / "missing" / "weights")
@@ -68,7 +59,7 @@ def test_trains_publishes_and_saves_over_the_wire(model: Path, tmp_path: Path) -
     for step in range(3):
         if step == 2:
             learner.write_weights(tmp_path / "expected")
-        expected.append(learner.step(batch(step)))
+        expected.append(learner.step(pair(step)))
     asyncio.run(main())
     # The cancelled step is part of both: the child had it already.
     torch.testing.assert_close(load_file(tmp_path / "weights"), load_file(tmp_path / "expected"), rtol=1e-4, atol=1e-5)
@@ -78,7 +69,7 @@ def test_trains_publishes_and_saves_over_the_wire(model: Path, tmp_path: Path) -
 
 def test_calls_before_the_start_are_refused(model: Path) -> None:
     with pytest.raises(TrainerError, match="not started"):
-        asyncio.run(LocalTrainer(model).step(batch(0)))
+        asyncio.run(LocalTrainer(model).step(pair(0)))
 
 
 OWN_LOSS = """
@@ -97,11 +88,11 @@ def test_own_loss_reaches_the_child(model: Path, tmp_path: Path, monkeypatch: py
 
     async def main() -> None:
         await trainer.start(tmp_path)
-        measured = await trainer.step(batch(0))
+        measured = await trainer.step(pair(0))
         await trainer.stop()
         assert figures(measured) == pytest.approx(figures(expected), rel=1e-4, abs=1e-6)
 
-    expected = Learner(trainer.settings).step(batch(0))
+    expected = Learner(trainer.settings).step(pair(0))
     assert expected.gradient_norm > 0
     asyncio.run(main())
 

@@ -10,14 +10,13 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from models import ALPHABET, injected, load, sampled, trajectory
+from models import ALPHABET, load, pair
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from staleflow import LocalTrainer
 from staleflow.errors import TrainerError
 from staleflow.testing import character_llama
 from staleflow.trainer.learner import Learner
-from staleflow.types import TrainBatch
 
 pytestmark = pytest.mark.torch
 
@@ -25,14 +24,6 @@ pytestmark = pytest.mark.torch
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return character_llama(tmp_path_factory.mktemp("model"), ALPHABET, hidden_size=32)
-
-
-def batch(step: int) -> TrainBatch:
-    members = [
-        trajectory(0, member, float(member), injected(3, 4), sampled([5 + step, 6 + member], [-2.5, -2.6]))
-        for member in range(2)
-    ]
-    return TrainBatch(step, [members])
 
 
 def make(model: Path, **settings: Any) -> Learner:
@@ -47,9 +38,9 @@ def test_V3_step_after_resume_is_that_of_the_uninterrupted_trainer(model: Path, 
     """In another process, over the wire; without the optimizer's moments or with another step it would not be."""
     uninterrupted = make(model)
     for step in range(3):
-        uninterrupted.step(batch(step))
+        uninterrupted.step(pair(step))
     uninterrupted.save_state(tmp_path / "state")
-    expected = uninterrupted.step(batch(3))
+    expected = uninterrupted.step(pair(3))
     trainer = LocalTrainer(model, learning_rate=1e-3, warmup_steps=4)
 
     async def resumed() -> None:
@@ -58,7 +49,7 @@ def test_V3_step_after_resume_is_that_of_the_uninterrupted_trainer(model: Path, 
             with pytest.raises(TrainerError, match=r"could not read .*nowhere: .*No such file"):
                 await trainer.load_state(tmp_path / "nowhere")
             await trainer.load_state(tmp_path / "state")
-            metrics = await trainer.step(batch(3))
+            metrics = await trainer.step(pair(3))
             await trainer.save(tmp_path / "model")
             with pytest.raises(TrainerError, match=r"could not write .*state: .*File exists"):
                 await trainer.save_state(tmp_path / "state")
@@ -79,13 +70,13 @@ def test_V3_step_after_resume_is_that_of_the_uninterrupted_trainer(model: Path, 
 
 def test_the_optimizer_is_part_of_it(model: Path, tmp_path: Path) -> None:
     learner, forgetful = make(model), make(model)
-    learner.step(batch(0))
+    learner.step(pair(0))
     learner.save_state(tmp_path / "state")
     forgetful._model.load_state_dict(learner._model.state_dict())
     loaded = make(model)
     loaded.load_state(tmp_path / "state")
     for one in (learner, forgetful, loaded):
-        one.step(batch(1))
+        one.step(pair(1))
     name = "model.embed_tokens.weight"
     torch.testing.assert_close(parameters(loaded)[name], parameters(learner)[name])
     assert not torch.allclose(parameters(forgetful)[name], parameters(learner)[name], rtol=1e-5, atol=1e-6)
@@ -93,7 +84,7 @@ def test_the_optimizer_is_part_of_it(model: Path, tmp_path: Path) -> None:
 
 def test_settings_are_those_of_the_resumed_trainer(model: Path, tmp_path: Path) -> None:
     learner = make(model)
-    learner.step(batch(0))
+    learner.step(pair(0))
     learner.save_state(tmp_path / "state")
     other = make(model, weight_decay=0.5, betas=(0.5, 0.6))
     other.load_state(tmp_path / "state")
@@ -103,7 +94,7 @@ def test_settings_are_those_of_the_resumed_trainer(model: Path, tmp_path: Path) 
 
 def test_torch_reads_it_without_staleflow(model: Path, tmp_path: Path) -> None:
     learner = make(model)
-    learner.step(batch(0))
+    learner.step(pair(0))
     learner.save_state(tmp_path / "state")
     dcp_to_torch_save(tmp_path / "state", tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=False)

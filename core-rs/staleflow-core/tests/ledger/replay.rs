@@ -40,63 +40,57 @@ fn pieces() -> Vec<Vec<u8>> {
     pieces
 }
 
+/// Takes the steps, and its journal every so many of them, with `between` after each piece; all pieces together must
+/// give the ledger back as it was after every step.
+fn journal_gives_the_ledger_back(
+    config: LedgerConfig,
+    steps: &[Step],
+    every: usize,
+    between: impl Fn(&mut Ledger, &[u8]),
+) -> Result<(), TestCaseError> {
+    let mut journal = Journal::new(config);
+    journal.ledger.start_journal();
+    let mut data = Vec::new();
+    let mut expected = Vec::new();
+    for (index, step) in steps.iter().enumerate() {
+        let before = journal.ledger.snapshot();
+        // A restored ledger keeps no journal.
+        if !matches!(step, Step::Crash) {
+            journal.take(step);
+        }
+        let now_us = index as u64 * 1000;
+        journal.ledger.note_time(now_us);
+        if journal.ledger.snapshot() != before {
+            expected.push((now_us, journal.ledger.snapshot()));
+        }
+        if index % every == 0 {
+            data.extend(journal.ledger.take_journal());
+            between(&mut journal.ledger, &data);
+        }
+    }
+    data.extend(journal.ledger.take_journal());
+    prop_assert_eq!(replayed(&data), Ok(expected));
+    Ok(())
+}
+
+/// Replaces the ledger by its snapshot, and lets that go on in the same journal.
+fn restore_and_continue(ledger: &mut Ledger, data: &[u8]) {
+    let marked_us = replayed(data).unwrap().last().map_or(0, |(now_us, _)| *now_us);
+    *ledger = Ledger::restore(&ledger.snapshot()).unwrap();
+    ledger.continue_journal(marked_us);
+}
+
 proptest! {
     /// After every step, the ledger rebuilt from the journal is the ledger.
     #[test]
-    fn replay_equals_original(config in configs(), steps in steps(), pieces in 1_usize..20) {
-        let mut journal = Journal::new(config);
-        journal.ledger.start_journal();
-        let mut data = Vec::new();
-        let mut expected = Vec::new();
-        for (index, step) in steps.iter().enumerate() {
-            let before = journal.ledger.snapshot();
-            // A restored ledger keeps no journal.
-            if !matches!(step, Step::Crash) {
-                journal.take(step);
-            }
-            let now_us = index as u64 * 1000;
-            journal.ledger.note_time(now_us);
-            if journal.ledger.snapshot() != before {
-                expected.push((now_us, journal.ledger.snapshot()));
-            }
-            if index % pieces == 0 {
-                data.extend(journal.ledger.take_journal());
-            }
-        }
-        data.extend(journal.ledger.take_journal());
-        prop_assert_eq!(replayed(&data), Ok(expected));
+    fn replay_equals_original(config in configs(), steps in steps(), every in 1_usize..20) {
+        journal_gives_the_ledger_back(config, &steps, every, |_, _| ())?;
     }
 
     /// A ledger that is restored now and then continues its journal, and the whole of it is one journal.
     #[test]
-    fn restored_ledgers_continue_their_journal(config in configs(), steps in steps(), lives in 1_usize..20) {
-        let mut journal = Journal::new(config);
-        journal.ledger.start_journal();
-        let mut data = Vec::new();
-        let mut expected = Vec::new();
-        for (index, step) in steps.iter().enumerate() {
-            let before = journal.ledger.snapshot();
-            if !matches!(step, Step::Crash) {
-                journal.take(step);
-            }
-            let now_us = index as u64 * 1000;
-            journal.ledger.note_time(now_us);
-            if journal.ledger.snapshot() != before {
-                expected.push((now_us, journal.ledger.snapshot()));
-            }
-            if index % lives == 0 {
-                data.extend(journal.ledger.take_journal());
-                journal.ledger = Ledger::restore(&journal.ledger.snapshot()).unwrap();
-                let (mut replay, mut ledger) = Replay::open(data.clone()).unwrap();
-                let mut marked_us = 0;
-                while let Some(now_us) = replay.advance(&mut ledger).unwrap() {
-                    marked_us = now_us;
-                }
-                journal.ledger.continue_journal(marked_us);
-            }
-        }
-        data.extend(journal.ledger.take_journal());
-        prop_assert_eq!(replayed(&data), Ok(expected));
+    fn restored_ledgers_continue_their_journal(config in configs(), steps in steps(), every in 1_usize..20) {
+        journal_gives_the_ledger_back(config, &steps, every, restore_and_continue)?;
     }
 
     /// A journal cut anywhere replays up to the last whole piece; one altered anywhere is refused or cut short.

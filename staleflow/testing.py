@@ -202,9 +202,9 @@ class ScriptedTrainer:
         return StepMetrics(loss=0.0, gradient_norm=0.0, tokens=tokens)
 
     async def publish(self, weights: Path) -> None:
-        """Write an empty file."""
+        """Write an empty weights file."""
         await asyncio.sleep(self._publish_s)
-        weights.touch()  # noqa: ASYNC240 - on a virtual clock nothing else could run meanwhile
+        (weights / "weights.safetensors").touch()
 
     async def save(self, folder: Path) -> None:
         """Remember where to."""
@@ -212,7 +212,7 @@ class ScriptedTrainer:
 
     async def save_state(self, folder: Path) -> None:
         """Write the number of steps, twice."""
-        folder.mkdir()  # noqa: ASYNC240 - as above
+        folder.mkdir()  # noqa: ASYNC240 - on a virtual clock nothing else could run meanwhile
         for half in ("first", "second"):
             (folder / half).write_text(str(self.steps))
             await asyncio.sleep(self._save_s / 2)

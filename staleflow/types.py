@@ -10,8 +10,9 @@ import msgspec
 
 TaskData = TypeVar("TaskData")
 
-FinishReason: TypeAlias = Literal["stop", "length", "truncated"]
-"""Why an engine stopped: it sampled an end token, it reached ``max_new_tokens``, or it was told to stop early."""
+FinishReason: TypeAlias = Literal["stop", "length", "truncated", "interrupted"]
+"""Why an engine stopped: it sampled an end token, it reached ``max_new_tokens``, it was told to end the request early,
+or it let go of a request that is to go on elsewhere or later."""
 
 
 class Task(msgspec.Struct, Generic[TaskData], frozen=True):

@@ -34,11 +34,16 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
 
 
-def write_parameters(model: Any, path: Path) -> Path:
+def write_parameters(model: Any, folder: Path) -> Path:
+    """As a trainer publishes them, in two files."""
     from safetensors.torch import save_file
 
-    save_file({name: tensor.detach().clone() for name, tensor in model.named_parameters()}, path)
-    return path
+    parameters = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    half = len(parameters) // 2
+    folder.mkdir()
+    for name, part in (("a", list(parameters)[:half]), ("b", list(parameters)[half:])):
+        save_file({parameter: parameters[parameter] for parameter in part}, folder / f"{name}.safetensors")
+    return folder
 
 
 def always(model: Any, token: int) -> Any:

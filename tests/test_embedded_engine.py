@@ -1,6 +1,7 @@
 """The embedded engine with a real child: what it samples, records and survives."""
 
 import asyncio
+import shutil
 import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -365,9 +366,11 @@ def test_weights_of_another_model_end_the_engine(cramped: Serving, certain_weigh
 
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(certain_weights)
+    other = certain_weights.with_name("other")
+    shutil.copytree(certain_weights, other)
+    tensors = load_file(other / "b.safetensors")
     tensors["stranger"] = tensors.pop("model.norm.weight")
-    save_file(tensors, certain_weights.with_name("other"))
+    save_file(tensors, other / "b.safetensors")
     cramped.run(main())
 
 

@@ -38,11 +38,11 @@ def test_trains_publishes_and_saves_over_the_wire(model: Path, tmp_path: Path) -
         await asyncio.sleep(0)
         cancelled.cancel()
         await asyncio.wait({cancelled})
-        await trainer.publish(tmp_path / "weights")
+        await trainer.publish(published)
         third = await trainer.step(pair(2))
 
-        with pytest.raises(TrainerError, match=r"could not write .*weights"):
-            await trainer.publish(tmp_path / "missing" / "weights")
+        with pytest.raises(TrainerError, match=r"could not write .*missing"):
+            await trainer.publish(tmp_path / "missing")
         (tmp_path / "file").touch()
         with pytest.raises(TrainerError, match="could not write"):
             await trainer.save(tmp_path / "file" / "checkpoint")
@@ -54,15 +54,19 @@ def test_trains_publishes_and_saves_over_the_wire(model: Path, tmp_path: Path) -
         for measured, wanted in ((first, expected[0]), (third, expected[2])):
             assert figures(measured) == pytest.approx(figures(wanted), rel=1e-4, abs=1e-6)
 
+    published, expected_folder = tmp_path / "published", tmp_path / "expected"
+    published.mkdir()
+    expected_folder.mkdir()
     learner = Learner(trainer.settings)
     expected = []
     for step in range(3):
         if step == 2:
-            learner.write_weights(tmp_path / "expected")
+            learner.write_weights(expected_folder)
         expected.append(learner.step(pair(step)))
     asyncio.run(main())
     # The cancelled step is part of both: the child had it already.
-    torch.testing.assert_close(load_file(tmp_path / "weights"), load_file(tmp_path / "expected"), rtol=1e-4, atol=1e-5)
+    written, computed = (load_file(folder / "weights.safetensors") for folder in (published, expected_folder))
+    torch.testing.assert_close(written, computed, rtol=1e-4, atol=1e-5)
     saved = dict(load(tmp_path / "checkpoint").named_parameters())
     torch.testing.assert_close(saved, dict(learner._model.named_parameters()), rtol=1e-4, atol=1e-5)
 

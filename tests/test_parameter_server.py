@@ -11,14 +11,14 @@ from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
 
 def publish(server: SharedMemoryParameterServer, version: int) -> None:
     with server.publishing(version) as weights:
-        weights.write_text(f"weights of {version}")
+        (weights / "a.safetensors").write_text(f"weights of {version}")
 
 
 def test_published_weights_can_be_pulled(tmp_path: Path) -> None:
     server = SharedMemoryParameterServer(tmp_path)
     publish(server, 1)
     with server.pulling(1) as weights:
-        assert weights.read_text() == "weights of 1"
+        assert (weights / "a.safetensors").read_text() == "weights of 1"
     server.close()
 
 
@@ -40,7 +40,7 @@ def test_version_stays_while_it_is_pulled(tmp_path: Path) -> None:
         with server.pulling(1):
             for version in range(2, 6):
                 publish(server, version)
-        assert weights.read_text() == "weights of 1"
+        assert (weights / "a.safetensors").read_text() == "weights of 1"
     assert server.versions == (4, 5)
     server.close()
 
@@ -59,7 +59,7 @@ def test_V11_failed_publication_leaves_nothing(tmp_path: Path) -> None:
 
     def fail() -> None:
         with server.publishing(1) as weights:
-            weights.write_text("half of")
+            (weights / "a.safetensors").write_text("half of")
             raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
@@ -85,7 +85,7 @@ from pathlib import Path
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
 server = SharedMemoryParameterServer(Path({str(tmp_path)!r}))
 with server.publishing(1) as weights:
-    weights.write_text("weights")
+    (weights / "a.safetensors").write_text("weights")
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
@@ -95,7 +95,9 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
     another = SharedMemoryParameterServer(tmp_path)
     with alive.pulling(1) as weights:
-        assert weights.read_text() == "weights of 1", "the folder of a living controller was taken for an orphan"
+        assert (weights / "a.safetensors").read_text() == "weights of 1", (
+            "the folder of a living controller was taken for an orphan"
+        )
     another.close()
     alive.close()
     assert list(tmp_path.iterdir()) == []

@@ -50,7 +50,8 @@ class Engine(Protocol):
         """
 
     async def update_weights(self, version: int, weights: Path) -> int:
-        """Swap weights between two decode steps, keeping running requests; returns the version now served."""
+        """Swap in the weights of a folder between two decode steps, keeping running requests; returns the version now
+        served."""
 
     async def pause(self) -> None:
         """Stop decoding after the current step; running requests keep their cache."""
@@ -90,7 +91,7 @@ def _malformation(request: GenerateRequest, generation: Generation, oldest: int,
         return f"it answers request {generation.request_id}"
     if not len(tokens) == len(logprobs) == len(versions):
         return f"{len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions; they must be as many"
-    fewest = 0 if generation.finish_reason == "truncated" else 1
+    fewest = 1 if generation.finish_reason in ("stop", "length") else 0
     if not fewest <= len(tokens) <= request.max_new_tokens:
         return f"{len(tokens)} tokens; at least {fewest} and at most {request.max_new_tokens} were asked for"
     for position, (logprob, version) in enumerate(zip(logprobs, versions, strict=True)):

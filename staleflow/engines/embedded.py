@@ -53,7 +53,7 @@ class Truncate(msgspec.Struct, tag=True, frozen=True):
 
 
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
-    """Swap in the weights of ``version`` from a safetensors file."""
+    """Swap in the weights of ``version`` from a folder of safetensors files."""
 
     version: int
     weights: str

@@ -201,7 +201,9 @@ class Server:
 
     def _swap(self, version: int, weights: Path) -> None:
         # Read before the pause, so that decoding stops for the copy only.
-        tensors = load_file(weights)
+        tensors: dict[str, torch.Tensor] = {}
+        for path in sorted(weights.glob("*.safetensors")):
+            tensors |= load_file(path)
         if tensors.keys() != self._parameters.keys():
             different = sorted(tensors.keys() ^ self._parameters.keys())[:3]
             raise RuntimeError(f"the weights of version {version} belong to another model: {different} ...")

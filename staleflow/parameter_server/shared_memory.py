@@ -1,7 +1,7 @@
-"""Versions as safetensors files in shared memory, for engines on the same host.
+"""Versions as folders of safetensors files in shared memory, for engines on the same host.
 
-Each version is one immutable file that appears under its name only when complete. Readers map it; the trainer
-writes the next one beside it. A file is unlinked when it is older than the newest ``keep`` and nobody pulls it.
+Each version is one immutable folder that appears under its name only when complete. Readers map its files; the trainer
+writes the next one beside it. A folder is removed when it is older than the newest ``keep`` and nobody pulls it.
 """
 
 import fcntl
@@ -52,13 +52,16 @@ class SharedMemoryParameterServer:
         if self._published and version <= self._published[-1]:
             raise ConfigError(f"version {version} published after version {self._published[-1]}")
         partial = self._folder / f"{version}.partial"
+        partial.mkdir()
         try:
             yield partial
+            if not any(partial.glob("*.safetensors")):
+                raise FileNotFoundError(f"no weights were written for version {version}")
             partial.rename(self._path(version))
         finally:
-            partial.unlink(missing_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
         self._published.append(version)
-        self._unlink_unused()
+        self._remove_unused()
 
     @contextmanager
     def pulling(self, version: int) -> Iterator[Path]:
@@ -70,7 +73,7 @@ class SharedMemoryParameterServer:
             yield self._path(version)
         finally:
             self._pulls[version] -= 1
-            self._unlink_unused()
+            self._remove_unused()
 
     def close(self) -> None:
         """Remove the folder. Idempotent."""
@@ -78,12 +81,12 @@ class SharedMemoryParameterServer:
         self._lock.close()
 
     def _path(self, version: int) -> Path:
-        return self._folder / f"{version}.safetensors"
+        return self._folder / str(version)
 
-    def _unlink_unused(self) -> None:
+    def _remove_unused(self) -> None:
         for version in self._published[: -self._keep]:
             if self._pulls[version] == 0:
-                self._path(version).unlink(missing_ok=True)
+                shutil.rmtree(self._path(version), ignore_errors=True)
                 self._published.remove(version)
 
 

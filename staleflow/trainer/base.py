@@ -27,7 +27,7 @@ class Trainer(Protocol):
         """Train on one batch."""
 
     async def publish(self, weights: Path) -> None:
-        """Write the present weights to a new safetensors file."""
+        """Write the present weights into an empty folder: safetensors files, each parameter in one of them."""
 
     async def save(self, folder: Path) -> None:
         """Write a checkpoint that transformers can load; replaces an older one in one step."""

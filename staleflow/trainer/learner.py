@@ -39,6 +39,7 @@ from staleflow.trainer.sequences import Sequences, collate
 from staleflow.types import StepMetrics, TrainBatch
 
 DECAYED_SHARE = 0.1
+WEIGHTS_FILE = "weights.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -122,9 +123,10 @@ class Learner:
         decayed = 1.0 if decay is None else max(DECAYED_SHARE, 1.0 - (1.0 - DECAYED_SHARE) * step / decay)
         return warmed * decayed
 
-    def write_weights(self, path: Path) -> None:
-        """Write every parameter, by name and once if tied, as safetensors."""
-        save_file({name: tensor.detach().contiguous() for name, tensor in self._model.named_parameters()}, path)
+    def write_weights(self, folder: Path) -> None:
+        """Write every parameter, by name and once if tied, to a safetensors file in a folder that exists."""
+        parameters = {name: tensor.detach().contiguous() for name, tensor in self._model.named_parameters()}
+        save_file(parameters, folder / WEIGHTS_FILE)
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers loads; an older folder of that name stays whole until this one is."""

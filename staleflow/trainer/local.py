@@ -49,7 +49,7 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 
 
 class Publish(msgspec.Struct, tag=True, frozen=True):
-    """Write the weights to a file."""
+    """Write the weights into a folder."""
 
     call: int
     weights: str

@@ -8,9 +8,8 @@
                                      +------- snapshot --------+
 
 Data flow. Left of the ledger, :mod:`staleflow.rollouts` turns tasks into groups and :mod:`staleflow.members` plays them
-until they are complete. Right of it, the training loop here waits until the ledger has a batch, trains, publishes and,
-now and then, saves a checkpoint. All of it lives in one ``TaskGroup``: the first failure ends everything and is what
-the caller sees.
+until they are complete. Right of it, :mod:`staleflow.training` takes batches to the trainer and its weights to the
+parameter server. All of it lives in one ``TaskGroup``: the first failure ends everything and is what the caller sees.
 
 Invariant: the ledger is told of every change of state at the moment it happens, with nothing awaited in between, so
 its law (``docs/design/ledger.md``) holds at every instant of the run.
@@ -24,16 +23,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Generic, NoReturn
 
-from staleflow import clock
 from staleflow._core import StalenessLedger
 from staleflow.blockers import Blocker
+from staleflow.checkpointing import Checkpointing, resumable
 from staleflow.checkpoints import Checkpoint, Checkpoints, open_checkpoint
 from staleflow.config import Config
 from staleflow.coordinator import Coordinator, LeastLoad
-from staleflow.cut import Cut, cut_group, revive_group
 from staleflow.engines.base import Engine
-from staleflow.errors import ConfigError, LedgerError, RunFolderError, TooManyFailuresError
-from staleflow.events import CheckpointBegan, CheckpointSaved, Consumed, PhaseBegan, Published, Released, Resumed
+from staleflow.errors import ConfigError, LedgerError, RunFolderError
+from staleflow.evaluation import HeldOut
+from staleflow.events import PhaseBegan, Resumed
 from staleflow.fleet import Fleet
 from staleflow.members import GroupFilter, Members
 from staleflow.parameter_server.base import ParameterServer
@@ -42,15 +41,15 @@ from staleflow.recorder import Recorder
 from staleflow.rollout import Rollout
 from staleflow.rollouts import Rollouts
 from staleflow.run_folder import RunFolder
-from staleflow.statistics import Evaluation, PipelineStatistics, Report
+from staleflow.statistics import PipelineStatistics, Report
 from staleflow.store import TrajectoryStore
-from staleflow.tasks import ResumableTaskSource, TaskSource, hand_out_again
+from staleflow.tasks import TaskSource
 from staleflow.trainer.base import Trainer
-from staleflow.types import StepMetrics, TaskData, TrainBatch, Trajectory
+from staleflow.training import Training
+from staleflow.types import TaskData
 from staleflow.view import show
 
 SAVE_TIMEOUT_S = 120.0
-EVALUATION_SHARE = 4
 
 logger = logging.getLogger("staleflow")
 
@@ -98,14 +97,14 @@ class Pipeline(Generic[TaskData]):
         self._tasks = tasks
         self._rollout = rollout
         self._trainer = trainer
-        self._held_out = held_out
+        self._held_out_tasks = held_out
         self._group_filter = group_filter
         self._coordinator = LeastLoad() if coordinator is None else coordinator
         self._parameter_server = parameter_server
         self._resumed = None if resume is None else open_checkpoint(Path(resume))
         self._run_dir = _run_dir(run_dir, self._resumed)
         if self._resumed is not None or config.checkpoint_every_steps is not None:
-            self._resumable_tasks()
+            resumable(tasks)
         self._progress = progress
 
         self._ledger = _ledger(config, self._resumed)
@@ -114,7 +113,6 @@ class Pipeline(Generic[TaskData]):
         self._fleet = Fleet(engines, self._store, lambda: self._ledger.published, self._changed.set)
         self._trainer_ready = False
         self._spawned: set[asyncio.Task[None]] = set()
-        self._evaluation: asyncio.Task[None] | None = None
         self._phase = "new"
 
     @property
@@ -135,7 +133,6 @@ class Pipeline(Generic[TaskData]):
         with closing(parameter_server), RunFolder(self._run_dir, history) as folder:
             self._wire(folder, parameter_server)
             if self._resumed is not None:
-                self._checkpoints.forget_after(self._resumed.cut.step)
                 self._recorder.event(
                     Resumed(self._recorder.t(), self._resumed.cut.step, engines=len(self._fleet.engines))
                 )
@@ -162,8 +159,10 @@ class Pipeline(Generic[TaskData]):
 
     def _wire(self, folder: RunFolder, weights: ParameterServer) -> None:
         """Make the parts that live in a run folder."""
-        self._folder, self._weights = folder, weights
-        self._checkpoints = Checkpoints(folder.path, keep=self.config.keep_checkpoints)
+        self._folder = folder
+        checkpoints = Checkpoints(folder.path, keep=self.config.keep_checkpoints)
+        if self._resumed is not None:
+            checkpoints.forget_after(self._resumed.cut.step)
         recorded = None if self._resumed is None else self._resumed.cut.recorded
         self._recorder = Recorder(folder, self._ledger, self._fleet.load.idle_s, recorded)
         self._members = Members(
@@ -188,6 +187,39 @@ class Pipeline(Generic[TaskData]):
             recorder=self._recorder,
             members=self._members,
             spawn=self._spawn,
+        )
+        self._held_out = HeldOut(
+            tasks=self._held_out_tasks,
+            config=self.config,
+            ledger=self._ledger,
+            fleet=self._fleet,
+            members=self._members,
+            recorder=self._recorder,
+            spawn=self._spawn,
+        )
+        self._checkpointing = Checkpointing(
+            checkpoints=checkpoints,
+            tasks=self._tasks,
+            trainer=self._trainer,
+            ledger=self._ledger,
+            store=self._store,
+            weights=weights,
+            recorder=self._recorder,
+            members=self._members,
+            rollouts=self._rollouts,
+            folder=folder,
+        )
+        self._training = Training(
+            trainer=self._trainer,
+            config=self.config,
+            ledger=self._ledger,
+            store=self._store,
+            weights=weights,
+            recorder=self._recorder,
+            members=self._members,
+            rollouts=self._rollouts,
+            held_out=self._held_out,
+            checkpointing=self._checkpointing,
         )
 
     def statistics(self) -> PipelineStatistics:
@@ -220,7 +252,9 @@ class Pipeline(Generic[TaskData]):
                 starting.create_task(self._start_engine(engine, f"engine-{index}"))
             starting.create_task(self._start_trainer())
         if self._resumed is not None:
-            await self._resume(self._resumed)
+            self._enter("resuming")
+            await self._checkpointing.resume(self._resumed)
+            self._held_out.begin_if_due(self._ledger.published)
         self._trainer_ready = True
         self._spawn(self._rollouts.coordinate(), "coordination")
         self._spawn(self._rollouts.feed(), "tasks")
@@ -228,19 +262,16 @@ class Pipeline(Generic[TaskData]):
 
         if self._resumed is None:
             self._enter("evaluating before the first step")
-            await self._evaluate(at_once=self._fleet.capacity)
+            await self._held_out.evaluate(at_once=self._fleet.capacity)
         self._enter("training")
         self._recorder.training_begins()
         self._fleet.load.begin()
         self._rollouts.admitting = True
         self._changed.set()
-        ended = await self._train()
+        ended = await self._training.train()
         self._rollouts.end(ended)
         self._enter("evaluating after the last step")
-        if self._evaluation is not None:
-            await self._evaluation
-        if self._recorder.evaluated_step != self._ledger.published:
-            await self._evaluate(at_once=self._fleet.capacity)
+        await self._held_out.finish()
         self._enter("saving")
         await self._trainer.save(self._folder.checkpoint)
         self._enter("done")
@@ -293,154 +324,6 @@ class Pipeline(Generic[TaskData]):
         if not statistics.accounting_holds:
             trouble.append(LedgerError(f"the accounting law does not hold: {statistics}"))
         return next((error for error in trouble if isinstance(error, Exception)), None)
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
-    def _cut(self) -> Cut:
-        """The controller as it is now, right after a publish."""
-        return Cut(
-            step=self._ledger.published,
-            ledger=self._ledger.snapshot(),
-            cursor=self._rollouts.cursor,
-            groups=[cut_group(group) for group in self._store.groups],
-            failed_attempts=dict(self._members.failures.by_cause),
-            truncated=self._members.truncated,
-            recorded=self._recorder.cut(),
-            history=self._folder.sizes(),
-        )
-
-    async def _save(self, cut: Cut) -> None:
-        self._recorder.event(CheckpointBegan(self._recorder.t(), cut.step))
-        await self._checkpoints.save(cut, self._trainer, self._folder.history, best=self._recorder.best_steps)
-        self._recorder.event(CheckpointSaved(self._recorder.t(), cut.step))
-
-    async def _resume(self, checkpoint: Checkpoint) -> None:
-        """Make every part what it was at the cut; what only a lost process knew is played again."""
-        self._enter("resuming")
-        cut = checkpoint.cut
-        tasks = await hand_out_again(self._resumable_tasks(), (group.task for group in cut.groups), cursor=cut.cursor)
-        await self._trainer.load_state(checkpoint.trainer)
-        with self._weights.publishing(cut.step) as weights:
-            await self._trainer.publish(weights)
-        await self._rollouts.sync_all(cut.step)
-        self._rollouts.cursor = cut.cursor
-        self._members.truncated = cut.truncated
-        self._members.failures.by_cause.update(cut.failed_attempts)
-        later_s = self._recorder.started_s - cut.recorded.started_s
-        for group in cut.groups:
-            self._members.resume(revive_group(group, tasks[group.task], later_s), group.playing)
-        self._evaluate_if_due(cut.step)
-
-    def _resumable_tasks(self) -> ResumableTaskSource[TaskData]:
-        if not isinstance(self._tasks, ResumableTaskSource):
-            raise ConfigError(
-                f"tasks is a {type(self._tasks).__name__} without a cursor, so a run on it cannot be resumed: give it "
-                "one (staleflow.ResumableTaskSource), or leave checkpoint_every_steps at None"
-            )
-        return self._tasks
-
-    # -- training ------------------------------------------------------------------------------------------------
-
-    async def _train(self) -> str:
-        """Step until the end; returns why it came."""
-        while self._ledger.next_batch < self.config.steps:
-            waiting_since = clock.now()
-            if not await self._batch_ready():
-                return "source_exhausted"
-            trainer_wait_s = clock.now() - waiting_since
-            lease = self._ledger.consume()
-            batch = TrainBatch(lease.batch, [self._store.close(group).trajectories() for group in lease.groups])
-            self._recorder.event(Consumed(self._recorder.t(), lease.batch, lease.groups))
-            self._members.expire(lease.expired)
-            self._changed.set()
-            try:
-                metrics, train_s, publish_s = await self._train_and_publish(batch)
-            except BaseException:
-                self._ledger.release(batch.step)
-                self._recorder.event(Released(self._recorder.t(), batch.step))
-                raise
-            self._recorder.event(Published(self._recorder.t(), batch.step + 1))
-            self._changed.set()
-            self._recorder.step(batch, metrics, trainer_wait_s=trainer_wait_s, train_s=train_s, publish_s=publish_s)
-            every = self.config.checkpoint_every_steps
-            due = every is not None and (self._ledger.published % every == 0 or batch.step + 1 == self.config.steps)
-            cut = self._cut() if due else None
-            self._evaluate_if_due(batch.step + 1)
-            if cut is not None:
-                await self._save(cut)
-        return "all_steps_done"
-
-    async def _train_and_publish(self, batch: TrainBatch) -> tuple[StepMetrics, float, float]:
-        """Train on a leased batch; returns the trainer's metrics and the seconds of training and of publishing."""
-        started_s = clock.now()
-        metrics = await self._trainer.step(batch)
-        trained_s = clock.now()
-        version = batch.step + 1
-        with self._weights.publishing(version) as weights:
-            await self._trainer.publish(weights)
-        self._ledger.publish(version)
-        return metrics, trained_s - started_s, clock.now() - trained_s
-
-    def _evaluate_if_due(self, version: int) -> None:
-        every = self.config.evaluate_every_steps
-        due = every is not None and version % every == 0 and version < self.config.steps
-        if due and (self._evaluation is None or self._evaluation.done()):
-            # A part of the engines' room, so that training goes on beside it.
-            at_once = max(1, self._fleet.capacity // EVALUATION_SHARE)
-            self._evaluation = self._spawn(self._evaluate(at_once=at_once), "evaluation")
-
-    async def _batch_ready(self) -> bool:
-        """Wait for the next batch, with as much patience as the straggler policy has; False when it can never come."""
-        policy = self.config.stragglers
-        patience_ends_s = None if policy is None else clock.now() + policy.patience_s
-        while not self._ledger.is_ready():
-            if self._rollouts.over:
-                return False
-            self._members.batch_may_be_ready.clear()
-            try:
-                async with asyncio.timeout_at(patience_ends_s):
-                    await self._members.batch_may_be_ready.wait()
-            except TimeoutError:
-                if policy is not None:
-                    self._members.hurry(policy, task_at_hand=self._rollouts.task_at_hand)
-                    patience_ends_s = clock.now() + policy.patience_s
-        return True
-
-    # -- measuring -----------------------------------------------------------------------------------------------
-
-    async def _evaluate(self, *, at_once: int) -> None:
-        """Play every held-out task once, on weights no older than those published now.
-
-        Raises :class:`TooManyFailuresError` where training would: an accuracy of failures means nothing.
-        """
-        if not self._held_out:
-            return
-        step = self._ledger.published
-        trajectories = [Trajectory(index, 0, index, step, clock.now()) for index in range(len(self._held_out))]
-        # Those that no engine has room for must not queue for one while their deadline runs.
-        room = asyncio.Semaphore(at_once)
-
-        async def play_one(data: TaskData, trajectory: Trajectory) -> None:
-            async with room:
-                await self._members.play_task(data, trajectory, step)
-
-        plays = [play_one(*pair) for pair in zip(self._held_out, trajectories, strict=True)]
-        failed = [error for error in await asyncio.gather(*plays, return_exceptions=True) if error is not None]
-        if len(failed) > self.config.max_failure_share * len(plays):
-            raise TooManyFailuresError(
-                f"{len(failed)} of {len(plays)} held-out rollouts failed (max_failure_share is "
-                f"{self.config.max_failure_share:g}); the first: {type(failed[0]).__name__}: {failed[0]}"
-            ) from failed[0]
-        versions = [version for trajectory in trajectories for version in trajectory.versions] or [step]
-        self._recorder.evaluated(
-            Evaluation(
-                step=step,
-                reward_mean=sum(trajectory.reward or 0.0 for trajectory in trajectories) / len(trajectories),
-                tasks=len(trajectories),
-                failed=len(failed),
-                versions=(min(versions), max(versions)),
-            )
-        )
 
 
 def _run_dir(given: str | Path | None, resumed: Checkpoint | None) -> Path:

@@ -2,7 +2,8 @@
 
 Data flow. ``feed`` keeps the next task at hand. ``coordinate`` wakes when something has changed, takes a snapshot,
 lets the coordinator decide and carries out its commands: admit a group (if the ledger agrees), route a request, sync
-an engine. What becomes of an admitted group is the business of :mod:`staleflow.members`; training is the pipeline's.
+an engine. What becomes of an admitted group is the business of :mod:`staleflow.members`; training is that of
+:mod:`staleflow.training`.
 """
 
 import asyncio

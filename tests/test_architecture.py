@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "staleflow").rglob("*.py"))
 FOUNDATIONS = {"clock", "errors", "types"}
 STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_folder", "view", "process", "queue"}
+BUILT_IN_ORDER = ("members", "rollouts", "evaluation", "checkpointing", "training", "pipeline")
 COMMANDS = {"__main__", "cli", "bench", "explain"}
 RUN_IN_CHILDREN = {"engines/embedded_server.py"} | {
     f"trainer/{name}.py"
@@ -46,6 +47,12 @@ def test_stages_meet_only_in_types_and_base(module: Path) -> None:
 def test_only_the_face_of_the_package_knows_the_pipeline(module: Path) -> None:
     if name_of(module) not in {"__init__.py", "runner.py"}:
         assert "pipeline" not in own_imports(module)
+
+
+@pytest.mark.parametrize("name", BUILT_IN_ORDER)
+def test_what_is_built_first_knows_nothing_of_what_is_built_on_it(name: str) -> None:
+    later = BUILT_IN_ORDER[BUILT_IN_ORDER.index(name) + 1 :]
+    assert own_imports(ROOT / "staleflow" / f"{name}.py").isdisjoint(later)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=name_of)

@@ -1,0 +1,114 @@
+"""Everything right of the ledger: wait for a batch, train it, publish, and now and then save a checkpoint.
+
+Data flow. A lease on a batch of whole groups comes from the ledger and goes to the trainer; new weights go to the
+parameter server, and only then is the version published and the lease final. Whatever ends a step before that gives
+the lease back. How groups become complete is the business of :mod:`staleflow.members`.
+
+Invariant: the ledger is told of every change in the same instant, with nothing awaited in between.
+"""
+
+import asyncio
+from typing import Generic
+
+from staleflow import clock
+from staleflow._core import StalenessLedger
+from staleflow.checkpointing import Checkpointing
+from staleflow.config import Config
+from staleflow.evaluation import HeldOut
+from staleflow.events import Consumed, Published, Released
+from staleflow.members import Members
+from staleflow.parameter_server.base import ParameterServer
+from staleflow.recorder import Recorder
+from staleflow.rollouts import Rollouts
+from staleflow.store import TrajectoryStore
+from staleflow.trainer.base import Trainer
+from staleflow.types import StepMetrics, TaskData, TrainBatch
+
+
+class Training(Generic[TaskData]):
+    """The training loop of one run."""
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        config: Config,
+        ledger: StalenessLedger,
+        store: TrajectoryStore[TaskData],
+        weights: ParameterServer,
+        recorder: Recorder,
+        members: Members[TaskData],
+        rollouts: Rollouts[TaskData],
+        held_out: HeldOut[TaskData],
+        checkpointing: Checkpointing[TaskData],
+    ) -> None:
+        self._trainer = trainer
+        self._config = config
+        self._ledger = ledger
+        self._store = store
+        self._weights = weights
+        self._recorder = recorder
+        self._members = members
+        self._rollouts = rollouts
+        self._held_out = held_out
+        self._checkpointing = checkpointing
+
+    async def train(self) -> str:
+        """Step until the end; returns why it came."""
+        while self._ledger.next_batch < self._config.steps:
+            waiting_since = clock.now()
+            if not await self._batch_ready():
+                return "source_exhausted"
+            await self._step(trainer_wait_s=clock.now() - waiting_since)
+        return "all_steps_done"
+
+    async def _step(self, *, trainer_wait_s: float) -> None:
+        """Consume the batch that is ready, and do all that is due after it."""
+        lease = self._ledger.consume()
+        batch = TrainBatch(lease.batch, [self._store.close(group).trajectories() for group in lease.groups])
+        self._recorder.event(Consumed(self._recorder.t(), lease.batch, lease.groups))
+        self._members.expire(lease.expired)
+        self._members.changed.set()
+        try:
+            metrics, train_s, publish_s = await self._train_and_publish(batch)
+        except BaseException:
+            self._ledger.release(batch.step)
+            self._recorder.event(Released(self._recorder.t(), batch.step))
+            raise
+        self._recorder.event(Published(self._recorder.t(), batch.step + 1))
+        self._members.changed.set()
+        self._recorder.step(batch, metrics, trainer_wait_s=trainer_wait_s, train_s=train_s, publish_s=publish_s)
+        every = self._config.checkpoint_every_steps
+        due = every is not None and (self._ledger.published % every == 0 or batch.step + 1 == self._config.steps)
+        cut = self._checkpointing.cut() if due else None
+        self._held_out.begin_if_due(batch.step + 1)
+        if cut is not None:
+            await self._checkpointing.save(cut)
+
+    async def _train_and_publish(self, batch: TrainBatch) -> tuple[StepMetrics, float, float]:
+        """Train on a leased batch; returns the trainer's metrics and the seconds of training and of publishing."""
+        started_s = clock.now()
+        metrics = await self._trainer.step(batch)
+        trained_s = clock.now()
+        version = batch.step + 1
+        with self._weights.publishing(version) as weights:
+            await self._trainer.publish(weights)
+        self._ledger.publish(version)
+        return metrics, trained_s - started_s, clock.now() - trained_s
+
+    async def _batch_ready(self) -> bool:
+        """Wait for the next batch, with as much patience as the straggler policy has; False when it can never come."""
+        policy = self._config.stragglers
+        patience_ends_s = None if policy is None else clock.now() + policy.patience_s
+        while not self._ledger.is_ready():
+            if self._rollouts.over:
+                return False
+            self._members.batch_may_be_ready.clear()
+            try:
+                async with asyncio.timeout_at(patience_ends_s):
+                    await self._members.batch_may_be_ready.wait()
+            except TimeoutError:
+                if policy is not None:
+                    self._members.hurry(policy, task_at_hand=self._rollouts.task_at_hand)
+                    patience_ends_s = clock.now() + policy.patience_s
+        return True

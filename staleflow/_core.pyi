@@ -353,6 +353,9 @@ class StalenessLedger:
         Args:
             now_s: seconds since a moment of the caller's choice; resolved to a microsecond.
         """
+    @property
+    def noted_s(self) -> float:
+        """The newest time at which the journal has noted changes; 0 before the first, or without a journal."""
     def take_journal(self) -> bytes:
         """Take what the journal holds since the last call, to be appended to what was taken before.
 

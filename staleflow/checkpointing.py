@@ -8,7 +8,7 @@ from typing import Any, Generic
 
 from staleflow._core import StalenessLedger
 from staleflow.checkpoints import Checkpoint, Checkpoints
-from staleflow.cut import Cut, cut_group, revive_group
+from staleflow.cut import Cut, cut_group, revive_group, revive_trajectory
 from staleflow.errors import ConfigError
 from staleflow.events import CheckpointBegan, CheckpointSaved
 from staleflow.members import Members
@@ -70,7 +70,7 @@ class Checkpointing(Generic[TaskData]):
         self._recorder.event(CheckpointSaved(self._recorder.t(), cut.step))
 
     async def resume(self, checkpoint: Checkpoint) -> None:
-        """Make every part what it was at the cut; what only a lost process knew is played again."""
+        """Make every part what it was at the cut; what members had not finished is played again."""
         cut = checkpoint.cut
         tasks = await hand_out_again(resumable(self._tasks), (group.task for group in cut.groups), cursor=cut.cursor)
         await self._trainer.load_state(checkpoint.trainer)
@@ -82,7 +82,8 @@ class Checkpointing(Generic[TaskData]):
         self._members.failures.by_cause.update(cut.failed_attempts)
         later_s = self._recorder.started_s - cut.recorded.started_s
         for group in cut.groups:
-            self._members.resume(revive_group(group, tasks[group.task], later_s), group.playing)
+            playing = [revive_trajectory(trajectory, later_s) for trajectory in group.playing]
+            self._members.resume(revive_group(group, tasks[group.task], later_s), playing)
 
 
 def resumable(tasks: TaskSource[Any]) -> ResumableTaskSource[Any]:

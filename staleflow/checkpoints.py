@@ -31,7 +31,7 @@ from staleflow.cut import Cut
 from staleflow.errors import CheckpointError, ConfigError, SnapshotError
 from staleflow.trainer.base import Trainer
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 CONTROLLER = "controller.msgpack"

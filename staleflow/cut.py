@@ -11,7 +11,7 @@ import msgspec
 
 from staleflow.errors import CheckpointError
 from staleflow.statistics import Evaluation
-from staleflow.store import Group
+from staleflow.store import Group, Player
 from staleflow.types import Task, TaskData, Trajectory
 
 
@@ -19,7 +19,7 @@ class GroupCut(msgspec.Struct, frozen=True, kw_only=True):
     """A live group.
 
     ``data`` is the task's data as bytes. It is kept to be compared with, not to be used: the source hands the task out
-    again, with all its types. ``playing`` are the members that have not finished and may still do so.
+    again, with all its types. ``playing`` are the trajectories, so far, of the members that may still finish.
     """
 
     id: int
@@ -30,21 +30,27 @@ class GroupCut(msgspec.Struct, frozen=True, kw_only=True):
     finished: list[Trajectory | None]
     attempts: list[int]
     failures: list[int]
-    playing: list[int]
+    playing: list[Trajectory]
     complete: bool
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """What has been measured; ``started_s`` is on the clock of the process, ``t`` counts from there."""
+    """What has been measured; ``started_s`` is on the clock of the process, ``t`` and ``noted_s`` count from there.
+
+    ``noted_s`` is the newest time in the ledger's journal.
+    """
 
     started_s: float
     t: float
+    noted_s: float
     training_s: float
     trainer_wait_s: float
     rollout_wait_s: float
     staleness_histogram: dict[int, int]
     trajectories: int
     stale_trajectories: int
+    reused_tokens: int
+    dropped_tokens: int
     evaluations: list[Evaluation]
 
 
@@ -91,13 +97,23 @@ def cut_group(group: Group[Any]) -> GroupCut:
         finished=list(group.finished),
         attempts=list(group.attempts),
         failures=list(group.failures),
-        playing=sorted(group.players),
+        playing=[_so_far(player) for _, player in sorted(group.players.items())],
         complete=group.complete,
     )
 
 
+def _so_far(player: Player) -> Trajectory:
+    """What is to be kept of an attempt, as it is now; what is added to it later is no part of that."""
+    trajectory = player.trajectory
+    if player.transcript is not None:
+        trajectory = player.transcript.longest(trajectory)
+    return msgspec.structs.replace(trajectory, segments=list(trajectory.segments), turns=list(trajectory.turns))
+
+
 def revive_group(cut: GroupCut, task: Task[TaskData], later_s: float) -> Group[TaskData]:
     """The group as it was, but that nobody plays in it; the clock has moved on by ``later_s``.
+
+    What its unfinished members have said is for :func:`revive_trajectory`.
 
     Raises :class:`CheckpointError` if the task is another one.
     """
@@ -106,7 +122,9 @@ def revive_group(cut: GroupCut, task: Task[TaskData], later_s: float) -> Group[T
             f"task {task.id} is not what it was when the checkpoint was saved; resume with the same task source"
         )
     group = Group(cut.id, task, cut.version, len(cut.finished), cut.admitted_s + later_s)
-    group.finished = [None if trajectory is None else _later(trajectory, later_s) for trajectory in cut.finished]
+    group.finished = [
+        None if trajectory is None else revive_trajectory(trajectory, later_s) for trajectory in cut.finished
+    ]
     group.attempts = list(cut.attempts)
     group.failures = list(cut.failures)
     group.complete = cut.complete
@@ -114,7 +132,8 @@ def revive_group(cut: GroupCut, task: Task[TaskData], later_s: float) -> Group[T
     return group
 
 
-def _later(trajectory: Trajectory, later_s: float) -> Trajectory:
+def revive_trajectory(trajectory: Trajectory, later_s: float) -> Trajectory:
+    """The trajectory as it was; the clock has moved on by ``later_s``."""
     first_s, finished_s = trajectory.first_segment_s, trajectory.finished_s
     return msgspec.structs.replace(
         trajectory,

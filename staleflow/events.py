@@ -211,6 +211,18 @@ class Resumed(msgspec.Struct, tag="resumed", tag_field="event", frozen=True):
     engines: int
 
 
+class Reused(msgspec.Struct, tag="reused", tag_field="event", frozen=True):
+    """An attempt after a resume has taken so many sampled tokens from what was said in the process before, and will
+    take no more; ``dropped`` tokens it could not use."""
+
+    t: Seconds
+    group: int
+    member: int
+    attempt: int
+    tokens: int
+    dropped: int
+
+
 class Evaluated(msgspec.Struct, tag="evaluated", tag_field="event", frozen=True):
     """The held-out tasks were played; ``versions`` are the oldest and the newest that answered."""
 
@@ -248,5 +260,6 @@ Event: TypeAlias = (
     | CheckpointBegan
     | CheckpointSaved
     | Resumed
+    | Reused
     | Evaluated
 )

@@ -36,6 +36,7 @@ from staleflow.fleet import Fleet
 from staleflow.recorder import Recorder
 from staleflow.rollout import LLM, Rollout, play
 from staleflow.store import Group, Player, TrajectoryStore
+from staleflow.transcript import Transcript
 from staleflow.types import FinishReason, GenerateRequest, Segment, TaskData, Trajectory
 
 TIMER_RESOLUTION_S = 1e-3
@@ -97,18 +98,20 @@ class Members(Generic[TaskData]):
                 self._start_attempt(group, member)
             self._play(group, member)
 
-    def resume(self, group: Group[TaskData], members: Sequence[int]) -> None:
-        """Play on in a group that was live in another process, which took what ``members`` had said with it."""
+    def resume(self, group: Group[TaskData], playing: Sequence[Trajectory]) -> None:
+        """Play on in a group that was live in another process, where these members had come so far."""
         self._store.open(group)
-        for member in members:
-            group.attempts[member] += 1
-            self._start_attempt(group, member)
-            self._play(group, member)
+        for said in playing:
+            group.attempts[said.member] += 1
+            self._start_attempt(group, said.member)
+            self._play(group, said.member, said)
 
-    async def play_task(self, data: TaskData, trajectory: Trajectory, min_version: int) -> None:
+    async def play_task(
+        self, data: TaskData, trajectory: Trajectory, min_version: int, transcript: Transcript | None = None
+    ) -> None:
         """Play one task to its reward on engines of at least ``min_version``; raises what :func:`play` raises."""
         generate = partial(self._continue, min_version=min_version)
-        llm = LLM(trajectory, generate, self._fleet.tokenizer, self._fleet.max_model_tokens)
+        llm = LLM(trajectory, generate, self._fleet.tokenizer, self._fleet.max_model_tokens, transcript)
         await play(self._rollout, data, llm, trajectory, self._config.rollout_timeout_s)
 
     def _start_attempt(self, group: Group[TaskData], member: int) -> None:
@@ -116,14 +119,17 @@ class Members(Generic[TaskData]):
         if refusal is not None:
             raise LedgerError(f"member {member} of group {group.id} refused at the group's own version: {refusal}")
 
-    def _play(self, group: Group[TaskData], member: int) -> None:
+    def _play(self, group: Group[TaskData], member: int, said: Trajectory | None = None) -> None:
         trajectory = Trajectory(group.task.id, group.id, member, group.attempts[member], group.admitted_s)
-        task = self._spawn(self._play_member(group, trajectory), f"group {group.id} member {member}")
-        group.players[member] = Player(trajectory, task, clock.now())
+        transcript = None
+        if said is not None and said.sampled_tokens > 0:
+            transcript = Transcript(said, partial(self._recorder.reused, trajectory))
+        task = self._spawn(self._play_member(group, trajectory, transcript), f"group {group.id} member {member}")
+        group.players[member] = Player(trajectory, task, clock.now(), transcript)
 
-    async def _play_member(self, group: Group[TaskData], trajectory: Trajectory) -> None:
+    async def _play_member(self, group: Group[TaskData], trajectory: Trajectory, transcript: Transcript | None) -> None:
         try:
-            await self.play_task(group.task.data, trajectory, group.version)
+            await self.play_task(group.task.data, trajectory, group.version, transcript)
         except Exception as error:  # noqa: BLE001 - whatever the user's function raises fails its trajectory alone
             self._member_failed(group, trajectory, error)
         else:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from staleflow import clock
 from staleflow._core import StalenessLedger
 from staleflow.cut import Recorded
-from staleflow.events import Evaluated, Event
+from staleflow.events import Evaluated, Event, Reused
 from staleflow.loop_lag import LoopLag
 from staleflow.meters import RecentSteps, StalenessMeter
 from staleflow.run_folder import RunFolder
 from staleflow.statistics import Accounting, Evaluation, PipelineStatistics, Report, StepRecord
 from staleflow.trainer.agreement import disagreement
-from staleflow.types import StepMetrics, TrainBatch
+from staleflow.types import StepMetrics, TrainBatch, Trajectory
 
 logger = logging.getLogger("staleflow")
 
@@ -44,16 +44,18 @@ class Recorder:
         self._agreement_checked = False
         if resumed is None:
             ledger.start_journal()
-            self.started_s, self._newest_t = clock.now(), 0.0
+            self.started_s = clock.now()
             self._trained_before_s = self._trainer_wait_s = self._waited_before_s = 0.0
+            self._reused_tokens = self._dropped_tokens = 0
         else:
-            ledger.continue_journal(resumed.t)
-            self.started_s, self._newest_t = clock.now() - resumed.t, resumed.t
+            ledger.continue_journal(resumed.noted_s)
+            self.started_s = clock.now() - resumed.t
             self._trained_before_s = resumed.training_s
             self._trainer_wait_s, self._waited_before_s = resumed.trainer_wait_s, resumed.rollout_wait_s
             self._staleness.histogram.update(resumed.staleness_histogram)
             self._staleness.trajectories = resumed.trajectories
             self._staleness.stale_trajectories = resumed.stale_trajectories
+            self._reused_tokens, self._dropped_tokens = resumed.reused_tokens, resumed.dropped_tokens
             self.evaluations += resumed.evaluations
         self._rollout_wait_before_s = self._waited_before_s
 
@@ -63,7 +65,6 @@ class Recorder:
 
     def event(self, event: Event) -> None:
         """Something has changed."""
-        self._newest_t = event.t
         self._ledger.note_time(event.t)
         self._folder.event(event)
 
@@ -109,17 +110,30 @@ class Recorder:
         self._folder.metrics(record)
         self.flush()
 
+    def reused(self, trajectory: Trajectory, tokens: int, dropped: int) -> None:
+        """An attempt has taken so many tokens from what was said before a resume, and dropped others."""
+        self._reused_tokens += tokens
+        self._dropped_tokens += dropped
+        group, member, attempt = trajectory.group, trajectory.member, trajectory.attempt
+        self.event(Reused(self.t(), group, member, attempt, tokens, dropped))
+
     def cut(self) -> Recorded:
-        """Everything measured so far, right after the event of a publish."""
+        """Everything measured so far; brings the run folder up to date with it."""
+        t = self.t()
+        self._ledger.note_time(t)
+        self.flush()
         return Recorded(
             started_s=self.started_s,
-            t=self._newest_t,
+            t=t,
+            noted_s=self._ledger.noted_s,
             training_s=self._training_s(),
             trainer_wait_s=self._trainer_wait_s,
             rollout_wait_s=self._rollout_wait_s(),
             staleness_histogram=dict(self._staleness.histogram),
             trajectories=self._staleness.trajectories,
             stale_trajectories=self._staleness.stale_trajectories,
+            reused_tokens=self._reused_tokens,
+            dropped_tokens=self._dropped_tokens,
             evaluations=list(self.evaluations),
         )
 
@@ -163,6 +177,8 @@ class Recorder:
             waiting_requests=waiting,
             failed_attempts=failed,
             loop_lag_p99_ms=self.lag.quantile_ms(0.99),
+            reused_tokens=self._reused_tokens,
+            dropped_tokens=self._dropped_tokens,
         )
 
     def report(self, *, ended: str, failed_attempts: Mapping[str, int], truncated: int) -> Report:
@@ -200,6 +216,8 @@ class Recorder:
                 truncated=truncated,
             ),
             run_dir=str(self._folder.path),
+            reused_tokens=self._reused_tokens,
+            dropped_tokens=self._dropped_tokens,
         )
 
     @property

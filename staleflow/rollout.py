@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 
 from staleflow import clock
 from staleflow.errors import ContextError, RewardError, RolloutError, RolloutTimeoutError, TruncatedError
-from staleflow.types import FinishReason, Segment, TaskData, Trajectory
+from staleflow.transcript import Transcript
+from staleflow.types import FinishReason, Segment, TaskData, Trajectory, Turn
 
 CANCEL_GRACE_S = 1.0
 MAX_UNANSWERED = 100
@@ -40,12 +41,18 @@ Continue: TypeAlias = Callable[[Trajectory, int], Awaitable[FinishReason]]
 
 
 class LLM:
-    """The policy, as one trajectory sees it."""
+    """The policy, as one trajectory sees it: the engines, and before them the transcript of an earlier attempt."""
 
     def __init__(
-        self, trajectory: Trajectory, generate: Continue, tokenizer: Tokenizer | None, max_model_tokens: int
+        self,
+        trajectory: Trajectory,
+        generate: Continue,
+        tokenizer: Tokenizer | None,
+        max_model_tokens: int,
+        transcript: Transcript | None = None,
     ) -> None:
         self._trajectory = trajectory
+        self._transcript = transcript
         self._generate = generate
         self._tokenizer = tokenizer
         self._max_model_tokens = max_model_tokens
@@ -56,6 +63,8 @@ class LLM:
     def close(self) -> None:
         """Refuse further calls: the trajectory has ended, and what has been scored must not grow."""
         self._closed = True
+        if self._transcript is not None:
+            self._transcript.end(self._trajectory)
 
     async def generate(self, prompt: str | Sequence[int], *, max_new_tokens: int) -> Completion:
         """Append ``prompt`` to the trajectory, then let the policy continue it by at most ``max_new_tokens``.
@@ -87,23 +96,42 @@ class LLM:
                 f"{length} tokens so far and max_new_tokens={max_new_tokens} exceed the {self._max_model_tokens} "
                 "tokens that the engines can serve"
             )
-        segments = self._trajectory.segments
-        before = len(segments)
-        if injected:
-            segments.append(Segment(injected, sampled=False))
         self.busy = True
         try:
-            finish_reason = await self._generate(self._trajectory, max_new_tokens)
-        except BaseException:
-            # A call that failed has said nothing, so that a rollout which tries again does not repeat its prompt.
-            del segments[before:]
-            raise
+            finish_reason = await self._take_turn(injected, max_new_tokens)
         finally:
             self.busy = False
-        token_ids = [token for segment in segments[before:] if segment.sampled for token in segment.token_ids]
-        logprobs = [logprob for segment in segments[before:] for logprob in segment.logprobs]
+        _, sampled = self._trajectory.turn(len(self._trajectory.turns) - 1)
+        token_ids = [token for segment in sampled for token in segment.token_ids]
+        logprobs = [logprob for segment in sampled for logprob in segment.logprobs]
         text = "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
         return Completion(text, token_ids, logprobs, finish_reason)
+
+    async def _take_turn(self, injected: list[int], max_new_tokens: int) -> FinishReason:
+        """Append a turn to the trajectory: from the transcript as far as that goes, then from the engines."""
+        trajectory, transcript = self._trajectory, self._transcript
+        segments, turns = trajectory.segments, trajectory.turns
+        before = len(segments)
+        if transcript is not None and not transcript.is_over:
+            # A call that is made beside this one must find it busy, as it would with engines.
+            await asyncio.sleep(0)
+        if transcript is None or not transcript.take_turn(trajectory, injected, max_new_tokens):
+            turns.append(Turn(before, max_new_tokens))
+            if injected:
+                segments.append(Segment(injected, sampled=False))
+        try:
+            finish_reason = turns[-1].finish_reason
+            if finish_reason is None:
+                left = max_new_tokens - sum(len(segment.logprobs) for segment in segments[before:])
+                finish_reason = await self._generate(trajectory, left) if left > 0 else "length"
+        except BaseException:
+            # A call that failed has said nothing, so that a rollout which tries again does not repeat its prompt.
+            del segments[before:], turns[-1]
+            raise
+        turns[-1] = Turn(before, max_new_tokens, finish_reason)
+        if transcript is not None:
+            transcript.turn_ended(trajectory)
+        return finish_reason
 
     async def _say_nothing(self) -> Completion:
         self._unanswered += 1

@@ -66,7 +66,7 @@ class Accounting(msgspec.Struct, frozen=True):
 
 
 class PipelineStatistics(msgspec.Struct, frozen=True):
-    """The state of a run at one moment; ``Pipeline.statistics()``."""
+    """The state of a run at one moment; ``Pipeline.statistics()``. The last two are as in :class:`Report`."""
 
     phase: str
     step: int
@@ -84,6 +84,8 @@ class PipelineStatistics(msgspec.Struct, frozen=True):
     waiting_requests: int
     failed_attempts: int
     loop_lag_p99_ms: float
+    reused_tokens: int = 0
+    dropped_tokens: int = 0
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -91,7 +93,8 @@ class Report(msgspec.Struct, frozen=True):
 
     ``ended`` says why it did: all steps done, or the task source had no more. The accuracies are the mean rewards of
     the held-out tasks, which is the share of right answers where a reward is 0 or 1; ``held_out_failures`` counts the
-    rollouts among them that failed and so earned 0.
+    rollouts among them that failed and so earned 0. ``reused_tokens`` were sampled before a resume and used after it,
+    each counting once per resume; ``dropped_tokens`` could not be used because a rollout went another way.
     """
 
     ended: str
@@ -111,3 +114,5 @@ class Report(msgspec.Struct, frozen=True):
     loop_lag_p99_ms: float
     accounting: Accounting
     run_dir: str
+    reused_tokens: int = 0
+    dropped_tokens: int = 0

@@ -11,15 +11,20 @@ import msgspec
 
 from staleflow import clock
 from staleflow.coordinator import WaitingRequest
+from staleflow.transcript import Transcript
 from staleflow.types import Task, TaskData, Trajectory
 
 
 class Player(msgspec.Struct):
-    """An attempt of a member that is being played; ``since_s`` is when it began or was last answered."""
+    """An attempt of a member that is being played; ``since_s`` is when it began or was last answered.
+
+    ``transcript`` is what an earlier attempt had come to, if a process was lost with it.
+    """
 
     trajectory: Trajectory
     task: "asyncio.Task[None]"
     since_s: float
+    transcript: Transcript | None = None
 
 
 class Group(Generic[TaskData]):

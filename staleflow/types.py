@@ -57,13 +57,25 @@ class Segment(msgspec.Struct, frozen=True):
     versions: list[int] = []
 
 
+class Turn(msgspec.Struct, frozen=True):
+    """One call of ``llm.generate``: an injected segment unless the call said nothing, and what was sampled after it.
+
+    ``first_segment`` is where in the trajectory it begins; it goes up to the next turn. ``finish_reason`` is None while
+    sampling has not ended.
+    """
+
+    first_segment: int
+    max_new_tokens: int
+    finish_reason: FinishReason | None = None
+
+
 class Trajectory(msgspec.Struct):
     """One member of a group: everything the policy saw and said for one task, and what it earned.
 
     Times are seconds on the controller's clock, of admission, of the first sampled segment's arrival and of the reward.
     They are three on purpose: a trajectory stamped only when it was admitted looks older than it is, one stamped only
-    when it finished looks younger. ``requests`` counts those sent to engines, whatever came of them. ``truncated``
-    says that the straggler policy has cut it short.
+    when it finished looks younger. ``requests`` counts those this attempt has sent to engines, whatever came of them.
+    ``truncated`` says that the straggler policy has cut it short.
     """
 
     task: int
@@ -72,6 +84,7 @@ class Trajectory(msgspec.Struct):
     attempt: int
     admitted_s: float
     segments: list[Segment] = []
+    turns: list[Turn] = []
     requests: int = 0
     first_segment_s: float | None = None
     finished_s: float | None = None
@@ -97,6 +110,15 @@ class Trajectory(msgspec.Struct):
     def sampled_tokens(self) -> int:
         """Number of sampled tokens."""
         return sum(len(segment.token_ids) for segment in self.segments if segment.sampled)
+
+    def turn(self, index: int) -> tuple[list[int], list[Segment]]:
+        """The tokens that a turn injected, and the segments that were sampled in it."""
+        begin, end = self.turns[index].first_segment, None
+        if index + 1 < len(self.turns):
+            end = self.turns[index + 1].first_segment
+        segments = self.segments[begin:end]
+        injected = [token for segment in segments if not segment.sampled for token in segment.token_ids]
+        return injected, [segment for segment in segments if segment.sampled]
 
 
 class TrainBatch(msgspec.Struct, frozen=True):

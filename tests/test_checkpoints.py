@@ -192,8 +192,8 @@ def test_what_is_no_checkpoint_is_named(run_dir: Path, tmp_path: Path) -> None:
     manifest.write_text(json.dumps({"weights": "elsewhere"}))
     with pytest.raises(CheckpointError, match=r"manifest.json is no manifest of a checkpoint"):
         open_checkpoint(run_dir)
-    manifest.write_text(json.dumps({"staleflow_checkpoint": 2}))
-    with pytest.raises(CheckpointError, match=r"4 is of format 2; this version reads format 1"):
+    manifest.write_text(json.dumps({"staleflow_checkpoint": 1}))
+    with pytest.raises(CheckpointError, match=r"4 is of format 1; this version reads format 2"):
         open_checkpoint(run_dir)
     manifest.unlink()
     with pytest.raises(CheckpointError, match=r"checkpoints/4 holds no checkpoint"):

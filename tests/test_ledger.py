@@ -617,11 +617,14 @@ class TestJournal:
 
     def test_is_continued_by_a_restored_ledger(self) -> None:
         ledger = StalenessLedger(batch_size=1, max_staleness=1)
+        assert ledger.noted_s == 0.0
         ledger.start_journal()
         group = granted(ledger.admit(0))
         ledger.note_time(1.25)
+        ledger.note_time(1.75)
+        assert ledger.noted_s == 1.25, "nothing had changed since"
         restored = StalenessLedger.restore(ledger.snapshot())
-        restored.continue_journal(1.25)
+        restored.continue_journal(ledger.noted_s)
         restored.complete(group)
         restored.note_time(2.5)
         replay = StalenessLedger.replay(ledger.take_journal() + restored.take_journal())

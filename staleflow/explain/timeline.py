@@ -33,6 +33,7 @@ from staleflow.events import (
     Released,
     Requested,
     Resumed,
+    Reused,
     Routed,
     SourceEnded,
     Stalled,
@@ -141,7 +142,7 @@ class Timeline:
             case Synced(engine=engine, version=version):
                 self.engines[engine].version = version
                 self.engines[engine].pulls = None
-            case Truncated() | ClosedShort() | Evaluated() | Stalled():
+            case Truncated() | ClosedShort() | Evaluated() | Stalled() | Reused():
                 # A member cut short is answered, a group closed short is completed.
                 pass
             case _:

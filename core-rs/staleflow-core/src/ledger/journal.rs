@@ -107,6 +107,13 @@ impl Ledger {
         }
     }
 
+    /// When the newest changes happened, as it was noted; what [`Ledger::continue_journal`] wants to know. 0 before the
+    /// first, or without a journal.
+    #[must_use]
+    pub fn noted_us(&self) -> u64 {
+        self.journal.as_ref().map_or(0, |journal| journal.marked_us)
+    }
+
     /// What the journal holds since this was called last, to be appended to what was taken before. Empty if nothing
     /// changed, or without a journal.
     pub fn take_journal(&mut self) -> Vec<u8> {

@@ -16,7 +16,7 @@ pub(crate) use self::replay::LedgerReplay;
 pub(crate) use self::statistics::LedgerStatistics;
 
 use self::config::Arguments;
-use self::replay::microseconds;
+use self::replay::{microseconds, seconds};
 use crate::errors::raise;
 use crate::ids::{
     AttemptArgument, BatchArgument, CountArgument, GroupArgument, Integer, MemberArgument, VersionArgument,
@@ -237,6 +237,12 @@ impl StalenessLedger {
     /// Notes when the changes since the last call happened.
     fn note_time(&mut self, now_s: f64) {
         self.0.note_time(microseconds(now_s));
+    }
+
+    /// When the newest changes happened, as it was noted.
+    #[getter]
+    fn noted_s(&self) -> f64 {
+        seconds(self.0.noted_us())
     }
 
     /// What the journal holds since this was called last.

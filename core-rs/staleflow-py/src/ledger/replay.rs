@@ -48,6 +48,6 @@ pub(super) fn microseconds(now_s: f64) -> u64 {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "exact for three centuries")]
-fn seconds(now_us: u64) -> f64 {
+pub(super) fn seconds(now_us: u64) -> f64 {
     now_us as f64 / MICROSECONDS_PER_S
 }

@@ -10,6 +10,7 @@
         model/               the weights once more, as a folder that the inference library loads
       60/
       80.partial/            not finished: never read, removed by whoever opens the folder next
+      60.replaced/           of an earlier moment of the same step; counts only while there is no ``60/``
 
 Invariant: a folder that has a number for a name is whole and on the disk itself, and so is the part of the run's
 history that it continues. It gets its name in one step, after everything in it, and only then may an older one go.
@@ -38,6 +39,7 @@ CONTROLLER = "controller.msgpack"
 TRAINER = "trainer"
 MODEL = "model"
 PARTIAL = ".partial"
+REPLACED = ".replaced"
 
 
 class _Format(msgspec.Struct, frozen=True):
@@ -104,8 +106,8 @@ class Checkpoints:
     def forget_after(self, step: int) -> None:
         """Remove what is not finished, and what continues a history that is not this run's any more."""
         with _writing(self._folder):
-            for partial in self._folder.glob(f"*{PARTIAL}"):
-                shutil.rmtree(partial)
+            for leftover in (*self._folder.glob(f"*{PARTIAL}"), *_outdated(self._folder)):
+                shutil.rmtree(leftover)
             for later in _steps(self._folder):
                 if later > step:
                     self._remove(later)
@@ -125,13 +127,22 @@ class Checkpoints:
                 await trainer.save(partial / MODEL)
                 await asyncio.to_thread(_complete, partial, cut, history)
                 # Not in the thread: that goes on when this is cancelled.
-                partial.rename(self._folder / str(cut.step))
-                _sync(self._folder)
+                self._put_in_place(partial, cut.step)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         with _writing(self._folder):
             self._prune(best)
+
+    def _put_in_place(self, partial: Path, step: int) -> None:
+        """Give a whole checkpoint its name. One that has it, of an earlier moment of the step, is found until then."""
+        place = self._folder / str(step)
+        if place.exists():
+            place.rename(self._folder / f"{step}{REPLACED}")
+        partial.rename(place)
+        _sync(self._folder)
+        for outdated in _outdated(self._folder):
+            shutil.rmtree(outdated)
 
     def _prune(self, best: Sequence[int]) -> None:
         steps = _steps(self._folder)
@@ -143,7 +154,7 @@ class Checkpoints:
     def _remove(self, step: int) -> None:
         # Without its name first, so that it is never found half removed.
         doomed = self._folder / f"{step}{PARTIAL}"
-        (self._folder / str(step)).rename(doomed)
+        _place(self._folder, step).rename(doomed)
         shutil.rmtree(doomed)
 
 
@@ -170,7 +181,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         cut = msgspec.msgpack.decode(_read(folder / CONTROLLER), type=Cut)
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"{folder / CONTROLLER} cannot be read: {error}") from error
-    if folder.name != str(cut.step):
+    if folder.name.removesuffix(REPLACED) != str(cut.step):
         raise CheckpointError(f"checkpoint {folder} is that of step {cut.step}: rename its folder back")
     return Checkpoint(folder, cut)
 
@@ -193,12 +204,24 @@ def _found(path: Path) -> Path:
             f"{path} holds no checkpoint: give the folder of a run that has saved one (checkpoint_every_steps), or "
             "of one of its checkpoints"
         )
-    return path / FOLDER / str(steps[-1])
+    return _place(path / FOLDER, steps[-1])
 
 
 def _steps(folder: Path) -> list[int]:
     """The steps of all whole checkpoints, in order."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
+    names = {path.name.removesuffix(REPLACED) for path in folder.glob("*")}
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _place(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    place = folder / str(step)
+    return place if place.exists() else folder / f"{step}{REPLACED}"
+
+
+def _outdated(folder: Path) -> list[Path]:
+    """Checkpoints that others have replaced."""
+    return [path for path in folder.glob(f"*{REPLACED}") if path.with_suffix("").exists()]
 
 
 def _complete(partial: Path, cut: Cut, history: Sequence[Path]) -> None:

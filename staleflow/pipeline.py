@@ -21,7 +21,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
-from typing import Generic, NoReturn
+from typing import Any, Generic, NoReturn
 
 from staleflow._core import StalenessLedger
 from staleflow.blockers import Blocker
@@ -45,11 +45,9 @@ from staleflow.statistics import PipelineStatistics, Report
 from staleflow.store import TrajectoryStore
 from staleflow.tasks import TaskSource
 from staleflow.trainer.base import Trainer
-from staleflow.training import Training
+from staleflow.training import SAVE_TIMEOUT_S, Training
 from staleflow.types import TaskData
 from staleflow.view import show
-
-SAVE_TIMEOUT_S = 120.0
 
 logger = logging.getLogger("staleflow")
 
@@ -113,6 +111,7 @@ class Pipeline(Generic[TaskData]):
         self._fleet = Fleet(engines, self._store, lambda: self._ledger.published, self._changed.set)
         self._trainer_ready = False
         self._spawned: set[asyncio.Task[None]] = set()
+        self._failed = False
         self._phase = "new"
 
     @property
@@ -123,8 +122,9 @@ class Pipeline(Generic[TaskData]):
     async def run(self) -> Report:
         """Train; returns when all steps are done or the task source has no more.
 
-        Raises the first error of any part. Cancelled or failed, it saves a checkpoint if a step was trained, ends
-        all child processes and then raises.
+        Raises the first error of any part. Cancelled or failed, it saves the model if a step was trained, ends all
+        child processes and then raises. Cancelled with ``checkpoint_every_steps`` it first lets a step that is under
+        way come to its end, and saves a checkpoint to resume from; cancelled again, it does without.
         """
         if self._phase != "new":
             raise ConfigError("a Pipeline runs once; make another one for another run")
@@ -149,6 +149,15 @@ class Pipeline(Generic[TaskData]):
                 async with asyncio.TaskGroup() as self._scope:
                     # A task like all others: a group lists its tasks' errors as they came, its body's error last.
                     life = self._scope.create_task(self._live(), name="life of the run")
+                    life.add_done_callback(self._ended)
+                    try:
+                        await asyncio.wait({life})
+                    except asyncio.CancelledError:
+                        # Before the rollouts are cancelled, which is what comes next. A run in which something has
+                        # failed is not saved: its newest checkpoint is from before the failure.
+                        if self._phase == "training" and not self._failed:
+                            await self._training.interrupt()
+                        raise
             except BaseExceptionGroup as errors:
                 _raise_first(errors)
             finally:
@@ -254,7 +263,8 @@ class Pipeline(Generic[TaskData]):
         if self._resumed is not None:
             self._enter("resuming")
             await self._checkpointing.resume(self._resumed)
-            self._held_out.begin_if_due(self._ledger.published)
+            if self._recorder.evaluated_step != self._ledger.published:
+                self._held_out.begin_if_due(self._ledger.published)
         self._trainer_ready = True
         self._spawn(self._rollouts.coordinate(), "coordination")
         self._spawn(self._rollouts.feed(), "tasks")
@@ -298,8 +308,13 @@ class Pipeline(Generic[TaskData]):
         """Start a task of the run's scope; those still there when the run is over are cancelled."""
         task = self._scope.create_task(work, name=name)
         self._spawned.add(task)
-        task.add_done_callback(self._spawned.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._spawned.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failed = True
 
     async def _shut_down(self) -> Exception | None:
         """Save what was trained, stop every part; returns what went wrong, for a run in which nothing else did."""

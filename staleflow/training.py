@@ -8,12 +8,14 @@ Invariant: the ledger is told of every change in the same instant, with nothing 
 """
 
 import asyncio
+import logging
 from typing import Generic
 
 from staleflow import clock
 from staleflow._core import StalenessLedger
 from staleflow.checkpointing import Checkpointing
 from staleflow.config import Config
+from staleflow.errors import StaleflowError
 from staleflow.evaluation import HeldOut
 from staleflow.events import Consumed, Published, Released
 from staleflow.members import Members
@@ -23,6 +25,11 @@ from staleflow.rollouts import Rollouts
 from staleflow.store import TrajectoryStore
 from staleflow.trainer.base import Trainer
 from staleflow.types import StepMetrics, TaskData, TrainBatch
+
+SAVE_TIMEOUT_S = 120.0
+"""What saving may take when the run is ended from outside; a step under way is part of it."""
+
+logger = logging.getLogger("staleflow")
 
 
 class Training(Generic[TaskData]):
@@ -52,6 +59,9 @@ class Training(Generic[TaskData]):
         self._rollouts = rollouts
         self._held_out = held_out
         self._checkpointing = checkpointing
+        self._between_steps = asyncio.Event()
+        self._between_steps.set()
+        self._interrupted = False
 
     async def train(self) -> str:
         """Step until the end; returns why it came."""
@@ -62,8 +72,33 @@ class Training(Generic[TaskData]):
             await self._step(trainer_wait_s=clock.now() - waiting_since)
         return "all_steps_done"
 
+    async def interrupt(self) -> None:
+        """Begin no further step, and save a checkpoint to resume from if the run saves any, in bounded time.
+
+        A step that is under way comes to its end first; without one the checkpoint is of this very moment. There is
+        none before the first step.
+        """
+        if self._config.checkpoint_every_steps is None:
+            return
+        logger.warning(
+            "interrupted: a step that is under way is finished and a checkpoint saved, within %g s; interrupt again to "
+            "do without",
+            SAVE_TIMEOUT_S,
+        )
+        self._interrupted = True
+        try:
+            async with asyncio.timeout(SAVE_TIMEOUT_S):
+                if not self._between_steps.is_set():
+                    # It saves a checkpoint itself.
+                    await self._between_steps.wait()
+                elif self._ledger.published > 0:
+                    await self._checkpointing.save(self._checkpointing.cut())
+        except (StaleflowError, TimeoutError) as error:
+            logger.warning("no checkpoint of this moment could be saved: %s", str(error) or type(error).__name__)
+
     async def _step(self, *, trainer_wait_s: float) -> None:
         """Consume the batch that is ready, and do all that is due after it."""
+        self._between_steps.clear()
         lease = self._ledger.consume()
         batch = TrainBatch(lease.batch, [self._store.close(group).trajectories() for group in lease.groups])
         self._recorder.event(Consumed(self._recorder.t(), lease.batch, lease.groups))
@@ -78,12 +113,15 @@ class Training(Generic[TaskData]):
         self._recorder.event(Published(self._recorder.t(), batch.step + 1))
         self._members.changed.set()
         self._recorder.step(batch, metrics, trainer_wait_s=trainer_wait_s, train_s=train_s, publish_s=publish_s)
-        every = self._config.checkpoint_every_steps
-        due = every is not None and (self._ledger.published % every == 0 or batch.step + 1 == self._config.steps)
-        cut = self._checkpointing.cut() if due else None
+        cut = self._checkpointing.cut() if self._checkpoint_due() else None
         self._held_out.begin_if_due(batch.step + 1)
         if cut is not None:
             await self._checkpointing.save(cut)
+        self._between_steps.set()
+
+    def _checkpoint_due(self) -> bool:
+        every, published = self._config.checkpoint_every_steps, self._ledger.published
+        return every is not None and (published % every == 0 or published == self._config.steps or self._interrupted)
 
     async def _train_and_publish(self, batch: TrainBatch) -> tuple[StepMetrics, float, float]:
         """Train on a leased batch; returns the trainer's metrics and the seconds of training and of publishing."""
@@ -100,8 +138,8 @@ class Training(Generic[TaskData]):
         """Wait for the next batch, with as much patience as the straggler policy has; False when it can never come."""
         policy = self._config.stragglers
         patience_ends_s = None if policy is None else clock.now() + policy.patience_s
-        while not self._ledger.is_ready():
-            if self._rollouts.over:
+        while self._interrupted or not self._ledger.is_ready():
+            if self._rollouts.over and not self._interrupted:
                 return False
             self._members.batch_may_be_ready.clear()
             try:

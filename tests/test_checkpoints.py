@@ -129,7 +129,7 @@ def test_disk_full_while_the_trainer_saves_leaves_the_older_checkpoint_whole(scr
 
 
 @pytest.mark.parametrize("after_s", [0.05 * n for n in range(8)])
-def test_terminated_while_saving_leaves_the_older_checkpoint_whole(scripted: Scripted, after_s: float) -> None:
+def test_terminated_twice_while_saving_leaves_the_older_checkpoint_whole(scripted: Scripted, after_s: float) -> None:
     saving = asyncio.Event()
 
     class SavesSlowly(ScriptedTrainer):
@@ -144,7 +144,9 @@ def test_terminated_while_saving_leaves_the_older_checkpoint_whole(scripted: Scr
         life = asyncio.ensure_future(run.pipeline.run())
         await saving.wait()
         await asyncio.sleep(after_s)
-        life.cancel()
+        for _ in range(2):
+            life.cancel()
+            await asyncio.sleep(0)
         await life
 
     with pytest.raises(asyncio.CancelledError):

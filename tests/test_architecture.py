@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "staleflow").rglob("*.py"))
 FOUNDATIONS = {"clock", "errors", "types"}
 STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_folder", "view", "process", "queue"}
-COMMANDS = {"__main__", "cli", "bench", "explain"}
+COMMANDS = {"__main__", "cli", "bench", "explain", "plot"}
 RUN_IN_CHILDREN = {"engines/embedded_server.py"} | {
     f"trainer/{name}.py"
     for name in ("advantages", "aggregation", "learner", "local_server", "loss_metrics", "losses", "sequences", "state")

@@ -9,6 +9,7 @@ from staleflow.plot.curve import Curve, smoothed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.typing import ColorType
 
 MISSING = "no plot: matplotlib is not installed. Install it with: pip install 'staleflow[bench]'"
 DOTS_PER_INCH = 150
@@ -47,7 +48,7 @@ def draw(curves: Sequence[Curve], path: Path, *, smooth_steps: int) -> None:
     picture.savefig(path, dpi=DOTS_PER_INCH)
 
 
-def draw_reward(axes: "Axes", curve: Curve, colour: str, *, against: Against, smooth_steps: int) -> None:
+def draw_reward(axes: "Axes", curve: Curve, colour: "ColorType", *, against: Against, smooth_steps: int) -> None:
     """The mean reward of the batches as a line, that of the held-out tasks as points."""
     rewards = smoothed([step.reward_mean for step in curve.steps], smooth_steps)
     axes.plot(_steps(curve, against), rewards, color=colour, label=curve.label)
@@ -55,7 +56,7 @@ def draw_reward(axes: "Axes", curve: Curve, colour: str, *, against: Against, sm
     axes.plot(places, [evaluation.reward for evaluation in curve.evaluations], "o", color=colour, markersize=5)
 
 
-def draw_staleness(axes: "Axes", curve: Curve, colour: str, *, against: Against, smooth_steps: int) -> None:
+def draw_staleness(axes: "Axes", curve: Curve, colour: "ColorType", *, against: Against, smooth_steps: int) -> None:
     """The mean staleness of the last batches' tokens as a line, the largest as a dotted one."""
     places, largest = _steps(curve, against), [step.staleness_max for step in curve.steps]
     largest = [max(largest[max(0, end - smooth_steps) : end]) for end in range(1, len(largest) + 1)]

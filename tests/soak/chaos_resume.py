@@ -30,7 +30,7 @@ from soak.shared_memory import contents, left_behind
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-STALL_S = 240.0
+STALL_S = 300.0
 """Without a step, from start-up to the end; a busy machine needs a minute to start."""
 END_S = 60.0
 """From a blow to the end of every process; a child that still imports torch notices only after that."""

@@ -124,7 +124,6 @@ def variants(losses: Sequence[str], bounds: Sequence[int]) -> Iterator[Variant]:
 
 def play(variant: Variant, recipe: Recipe, folder: Path) -> staleflow.Report:
     """One run, into a folder that does not exist yet."""
-    sys.path.append(str(ROOT / "examples"))
     # Imported here because it imports torch, which takes seconds in which Ctrl-C should work as in all others.
     from arithmetic import rollout
     from warm_start import problems, warm_started_model
@@ -277,6 +276,7 @@ def _from_first_evaluation(curve: Curve) -> Curve:
 def main() -> int:
     """Do what the command line asks for; returns the exit code."""
     options = _options()
+    sys.path.append(str(ROOT / "examples"))
     console = Console()
     recipe = Recipe(steps=options.steps, seed=options.seed)
     folder = options.runs / recipe.folder

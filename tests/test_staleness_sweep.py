@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from staleness_sweep import Outcome, PullLate, Recipe, Variant, bars, markdown, outcome_of, sweep, variants
+from staleness_sweep import Outcome, PullLate, Recipe, Variant, bars, draw, markdown, outcome_of, sweep, variants
 from support import Scripted, virtually
 
 from staleflow import Config, Report
@@ -104,6 +104,16 @@ def test_run_that_fails_ends_no_other(scripted: Scripted, tmp_path: Path) -> Non
     assert [outcome.variant.loss for outcome in outcomes] == ["tis"]
     assert failed == 1
     assert player.played == chosen
+
+
+def test_picture_has_a_column_for_each_loss(scripted: Scripted, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    chosen = list(variants(["ppo", "decoupled_ppo"], [0, 4]))
+    outcomes, _ = sweep(chosen, RECIPE, tmp_path, QUIET, Player(scripted))
+    draw(outcomes, tmp_path, tmp_path / "sweep.svg")
+    picture = (tmp_path / "sweep.svg").read_text()
+    for text in ("ppo", "decoupled_ppo", "4, pulled at once"):
+        assert f"<!-- {text} -->" in picture
 
 
 def test_recipes_differ_in_their_folder() -> None:

@@ -27,6 +27,7 @@ from soak.history import Promise, judge
 from soak.job import POLL_S, Job
 from soak.plan import Kill, Moment, Victim, plan
 from soak.shared_memory import contents, left_behind
+from staleflow.checkpoints import newest_step
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -34,6 +35,7 @@ STALL_S = 300.0
 """Without a step, from start-up to the end; a busy machine needs a minute to start."""
 END_S = 60.0
 """From a blow to the end of every process; a child that still imports torch notices only after that."""
+SAY_EVERY_S = 30.0
 JOB_SEED = 1
 
 
@@ -77,7 +79,8 @@ class Chaos:
         self._save_every = save_every
         self._console = console
         self._began_s = time.monotonic()
-        self._progress_s = 0.0
+        self._progress_s = self._said_s = 0.0
+        self._trained = 0
 
     def run(self, kills: Sequence[Kill]) -> None:
         """Kill the job so many times, and see it to its end; raises :class:`ChaosError` if it does not get there.
@@ -101,7 +104,7 @@ class Chaos:
 
     def _start(self) -> Job:
         self.lives += 1
-        resumes = self.lives > 1 and any(path.name.isdecimal() for path in self.run_dir.glob("checkpoints/*"))
+        resumes = newest_step(self.run_dir) is not None
         if not resumes:
             self.run_dir = self._folder / f"run-{self.lives}"
         command = [sys.executable, str(EXAMPLES / "arithmetic.py"), "--seed", str(JOB_SEED)]
@@ -144,6 +147,8 @@ class Chaos:
                 self.struck[-1].again_s = now_s - self.struck[-1].at_s - self._began_s
                 self._say(f"trains again {self.struck[-1].again_s:.1f} s after the blow")
             self._progress_s, self._trained = now_s, job.trained
+        if now_s - self._said_s > SAY_EVERY_S:
+            self._say(f"step {job.steps} of {self._steps}")
         if job.exit_code is not None and job.steps < self._steps:
             raise ChaosError(f"the job ended by itself at step {job.steps}, code {job.exit_code}:\n{job.said()}")
         if now_s - self._progress_s > STALL_S:
@@ -174,6 +179,7 @@ class Chaos:
             raise ChaosError(f"the controller ended with code {job.exit_code}, not {wanted}:\n{job.said()}")
 
     def _say(self, what: str) -> None:
+        self._said_s = time.monotonic()
         self._console.print(
             f"{time.monotonic() - self._began_s:6.1f} s  process {self.lives}: {what}", highlight=False, soft_wrap=True
         )

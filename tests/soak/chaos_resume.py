@@ -36,6 +36,8 @@ STALL_S = 300.0
 END_S = 60.0
 """From a blow to the end of every process; a child that still imports torch notices only after that."""
 SAY_EVERY_S = 30.0
+WIDTH = 130
+"""Of the tables, where there is no terminal."""
 JOB_SEED = 1
 
 
@@ -96,6 +98,8 @@ class Chaos:
                 self.struck[-1].resumed_from = job.resumed_from
             while job.exit_code is None:
                 self._watch(job)
+            if not job.gone_within(END_S):
+                raise ChaosError(f"left {END_S:.0f} s after the end of the job: {job.processes()}")
         finally:
             job.end()
         if job.steps < self._steps:
@@ -189,6 +193,8 @@ def main() -> int:
     """Do what the command line asks for; returns the exit code."""
     options = _options()
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
     options.out.mkdir(parents=True)
     kills = plan(options.kills, steps=options.steps, evaluate_every_steps=EVALUATE_EVERY_STEPS, seed=options.seed)
     console.print(f"{len(kills)} kills, {options.steps} steps; in {options.out}", highlight=False, soft_wrap=True)
@@ -203,7 +209,7 @@ def main() -> int:
         promises.append(Promise("the job comes to its end", str(error).splitlines()[0], kept=False))
     else:
         promises += judge(chaos.run_dir, steps=options.steps, accuracy=options.accuracy)
-    promises += [_every_moment(chaos.struck, kills), _memory_clean(memory_before)]
+    promises += [_every_moment(chaos.struck, kills), _all_gone(chaos.struck), _memory_clean(memory_before)]
     _show(chaos.struck, promises, time.monotonic() - began_s, console)
     record = {"kills": chaos.struck, "promises": promises, "wall_s": time.monotonic() - began_s}
     (options.out / "chaos.json").write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
@@ -224,6 +230,12 @@ def _every_moment(struck: Sequence[Struck], kills: Sequence[Kill]) -> Promise:
     missed = {kill.moment for kill in kills} - met.keys()
     found = ", ".join(f"{met[moment]} in {moment}" for moment in Moment)
     return Promise(f"{len(kills)} kills, some in every moment planned", found, len(struck) == len(kills) and not missed)
+
+
+def _all_gone(struck: Sequence[Struck]) -> Promise:
+    longest_s = max((kill.gone_s for kill in struck), default=0.0)
+    what = f"no process left {END_S:.0f} s after a blow"
+    return Promise(what, f"the last gone after {longest_s:.1f} s", longest_s <= END_S)
 
 
 def _memory_clean(before: set[str]) -> Promise:

@@ -97,7 +97,7 @@ class Chaos:
                 job = self._start()
                 self.struck[-1].resumed_from = job.resumed_from
             while job.exit_code is None:
-                self._watch(job)
+                self._watch(job, may_end=True)
             if not job.gone_within(END_S):
                 raise ChaosError(f"left {END_S:.0f} s after the end of the job: {job.processes()}")
         finally:
@@ -123,6 +123,8 @@ class Chaos:
     def _wait_until_due(self, job: Job, kill: Kill) -> None:
         while not self._due(job, kill):
             self._watch(job)
+        # Once more, so that the step that made it due is seen.
+        self._watch(job)
         until = time.monotonic() + kill.delay_s
         while time.monotonic() < until and not (kill.moment is Moment.START_UP and job.trained > 0):
             self._watch(job)
@@ -142,7 +144,7 @@ class Chaos:
             return job.steps >= min(evaluation, self._steps - 1)
         return True
 
-    def _watch(self, job: Job) -> None:
+    def _watch(self, job: Job, *, may_end: bool = False) -> None:
         """Wait a moment, and see that the job is still at work."""
         time.sleep(POLL_S)
         now_s = time.monotonic()
@@ -153,14 +155,12 @@ class Chaos:
             self._progress_s, self._trained = now_s, job.trained
         if now_s - self._said_s > SAY_EVERY_S:
             self._say(f"step {job.steps} of {self._steps}")
-        if job.exit_code is not None and job.steps < self._steps:
+        if job.exit_code is not None and not may_end:
             raise ChaosError(f"the job ended by itself at step {job.steps}, code {job.exit_code}:\n{job.said()}")
         if now_s - self._progress_s > STALL_S:
             raise ChaosError(f"no step within {STALL_S:.0f} s, at step {job.steps}; the job said last:\n{job.said()}")
 
     def _strike(self, job: Job, kill: Kill) -> None:
-        if job.exit_code is not None:
-            raise ChaosError(f"kill {len(self.struck) + 1} is due after step {kill.step}, when the job had ended")
         struck_s = time.monotonic()
         moment, step = job.strike(kill.victim), job.steps
         gone = job.gone_within(END_S)

@@ -13,7 +13,7 @@ from staleflow.events import Evaluated, Event
 from staleflow.loop_lag import LoopLag
 from staleflow.meters import RecentSteps, StalenessMeter
 from staleflow.run_folder import RunFolder
-from staleflow.statistics import Accounting, Evaluation, PipelineStatistics, Report, StepRecord
+from staleflow.statistics import Accounting, Evaluation, FleetStatistics, PipelineStatistics, Report, StepRecord
 from staleflow.trainer.agreement import disagreement
 from staleflow.types import StepMetrics, TrainBatch
 
@@ -142,7 +142,9 @@ class Recorder:
             )
         )
 
-    def statistics(self, *, phase: str, steps: int, running: int, waiting: int, failed: int) -> PipelineStatistics:
+    def statistics(
+        self, *, phase: str, steps: int, running: int, waiting: int, failed: int, fleet: FleetStatistics
+    ) -> PipelineStatistics:
         """The state of the run now."""
         ledger = self._ledger.statistics()
         training_s = self._training_s()
@@ -163,9 +165,12 @@ class Recorder:
             waiting_requests=waiting,
             failed_attempts=failed,
             loop_lag_p99_ms=self.lag.quantile_ms(0.99),
+            fleet=fleet,
         )
 
-    def report(self, *, ended: str, failed_attempts: Mapping[str, int], truncated: int) -> Report:
+    def report(
+        self, *, ended: str, failed_attempts: Mapping[str, int], truncated: int, fleet: FleetStatistics
+    ) -> Report:
         """What came of the run."""
         ledger = self._ledger.statistics()
         return Report(
@@ -199,6 +204,7 @@ class Recorder:
                 closed_short=ledger.closed_short,
                 truncated=truncated,
             ),
+            fleet=fleet,
             run_dir=str(self._folder.path),
         )
 

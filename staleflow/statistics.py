@@ -65,6 +65,22 @@ class Accounting(msgspec.Struct, frozen=True):
     truncated: int
 
 
+class FleetStatistics(msgspec.Struct, frozen=True):
+    """How the engines are, and what has happened to them in this process.
+
+    ``serving`` have confirmed a version and live. ``deaths`` counts failed starts and failed weight updates as well.
+    ``interrupted`` counts requests that an engine has let go of, by why (:class:`staleflow.types.Interruption`);
+    ``discarded_tokens`` were sampled for calls that had to start over.
+    """
+
+    serving: int
+    deaths: int
+    restarts: int
+    retired: int
+    interrupted: dict[str, int]
+    discarded_tokens: int
+
+
 class PipelineStatistics(msgspec.Struct, frozen=True):
     """The state of a run at one moment; ``Pipeline.statistics()``."""
 
@@ -84,6 +100,7 @@ class PipelineStatistics(msgspec.Struct, frozen=True):
     waiting_requests: int
     failed_attempts: int
     loop_lag_p99_ms: float
+    fleet: FleetStatistics
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -110,4 +127,5 @@ class Report(msgspec.Struct, frozen=True):
     rollout_wait_s: float
     loop_lag_p99_ms: float
     accounting: Accounting
+    fleet: FleetStatistics
     run_dir: str

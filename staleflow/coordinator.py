@@ -56,12 +56,21 @@ class WaitingRequest(msgspec.Struct, frozen=True):
     min_version: int
 
 
+class RunningRequest(msgspec.Struct, frozen=True):
+    """A request that an engine has, since ``since_s`` on the clock of the run's event loop."""
+
+    request_id: str
+    min_version: int
+    engine: int
+    since_s: float
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """All that a decision may depend on.
 
-    ``waiting`` is in order of priority. ``running_members`` counts members of live groups that have not finished,
-    on an engine or not; ``group_size`` is what one more admission adds to them; ``wanted_groups`` is how many more
-    groups the rest of the run can use.
+    ``waiting`` is in order of priority, ``running`` in that of dispatch. ``running_members`` counts members of live
+    groups that have not finished, on an engine or not; ``group_size`` is what one more admission adds to them;
+    ``wanted_groups`` is how many more groups the rest of the run can use.
     """
 
     engines: tuple[EngineView, ...]
@@ -70,6 +79,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     group_size: int
     wanted_groups: int
     published: int
+    running: tuple[RunningRequest, ...] = ()
 
 
 class Route(msgspec.Struct, frozen=True):

@@ -47,7 +47,7 @@ class EngineState:
         """Whether it lives and has confirmed a version in this life; since when it had, in the newest life."""
         self.serves_since_s: float | None = None
         self.epoch = 0
-        self.lives = 0
+        self.lives = self.restarts = 0
         self.requests: dict[str, Request] = {}
         self.empty = asyncio.Event()
         self.empty.set()
@@ -80,6 +80,7 @@ class EngineState:
     def start(self, published: int) -> None:
         """It has loaded the initial weights."""
         self.lives += 1
+        self.restarts += self.epoch > 0
         self.version = 0
         self.health = Health.STALE
         self.serves_since_s = None

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from staleflow import clock
 from staleflow.abandon import abandon, done_or_set
-from staleflow.coordinator import EngineView, Health
+from staleflow.coordinator import EngineView, Health, RunningRequest
 from staleflow.engine_state import EngineState, Request
 from staleflow.engines.base import Engine, check_generation
 from staleflow.errors import EngineError, EngineGoneError
@@ -64,6 +64,7 @@ class Fleet:
         self._published = published
         self._changed = changed
         self._requests: dict[str, Request] = {}
+        self._running: dict[str, RunningRequest] = {}
         self._arrivals: list[tuple[str, int]] = []
         self._interrupted: Counter[str] = Counter()
 
@@ -91,6 +92,11 @@ class Fleet:
         """The engines' part of a snapshot."""
         return tuple(state.view for state in self.states)
 
+    @property
+    def running_requests(self) -> tuple[RunningRequest, ...]:
+        """The requests that engines have, those dispatched first in front."""
+        return tuple(self._running.values())
+
     def version(self, engine: int) -> int:
         """The version an engine has confirmed."""
         return self.states[engine].version
@@ -100,7 +106,7 @@ class Fleet:
         return FleetStatistics(
             serving=sum(state.serves for state in self.states),
             deaths=sum(state.epoch for state in self.states),
-            restarts=sum(max(0, state.lives - 1) for state in self.states),
+            restarts=sum(state.restarts for state in self.states),
             retired=sum(state.health is Health.RETIRED for state in self.states),
             interrupted=dict(self._interrupted),
             discarded_tokens=self.discarded_tokens,
@@ -126,6 +132,7 @@ class Fleet:
             del self._requests[request.request_id]
             if ours.engine is not None:
                 ours.engine.let_go(ours)
+                del self._running[ours.id]
                 self.load.ended()
             self._changed()
         check_generation(request, generation, oldest=ours.version, published=self._published())
@@ -140,7 +147,14 @@ class Fleet:
         try:
             await done_or_set(calling, ours.lost)
             if not ours.lost.is_set():
-                return calling.result()
+                answer = calling.result()
+                forgotten = next((version for version in answer.versions if version < ours.version), None)
+                if forgotten is None:
+                    return answer
+                self.died(
+                    state,
+                    EngineError(f"{state.name} answers with version {forgotten}, and had confirmed {ours.version}"),
+                )
         except EngineGoneError as error:
             self.died(state, error)
         finally:
@@ -157,14 +171,16 @@ class Fleet:
         state = self.states[engine]
         if not state.open or not self._store.route(request_id, engine, state.version):
             return False
-        state.take(self._requests[request_id])
+        request = self._requests[request_id]
+        state.take(request)
+        self._running[request_id] = RunningRequest(request_id, request.min_version, engine, request.since_s)
         self.load.started()
         return True
 
     def running(self, request_id: str) -> tuple[int, float] | None:
         """The engine that a request runs on, and since when; None if it runs on none."""
-        request = self._requests.get(request_id)
-        return None if request is None or request.engine is None else (request.engine.index, request.since_s)
+        running = self._running.get(request_id)
+        return None if running is None else (running.engine, running.since_s)
 
     async def interrupt(self, request_id: str, why: Interruption) -> None:
         """Have the engine let go of a request, if one has it."""

@@ -137,6 +137,7 @@ class Rollouts(Generic[TaskData]):
             group_size=self._members_each,
             wanted_groups=self._wanted_groups(),
             published=self._ledger.published,
+            running=self._fleet.running_requests,
         )
 
     def _wanted_groups(self) -> int:

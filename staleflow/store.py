@@ -143,7 +143,7 @@ class TrajectoryStore(Generic[TaskData]):
         self._waiting.pop(request_id, None)
 
     def route(self, request_id: str, engine: int, version: int) -> bool:
-        """Give a waiting request its engine, which is of ``version``; False if it waits no longer or for a newer one."""
+        """Give a waiting request its engine, of ``version``; False if it waits no longer, or for a newer one."""
         waiting = self._waiting.get(request_id)
         if waiting is None or waiting.chosen.done() or version < waiting.min_version:
             return False

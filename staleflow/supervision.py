@@ -98,10 +98,10 @@ class Supervision:
             self._tried[state.index].set()
         self._fleet.started(state)
         self._some_started.set()
-        if state.lives > 1:
+        if state.epoch > 0:
             self._recorder.event(EngineRestarted(self._recorder.t(), state.index, state.epoch))
-        error = await self._serve(state)
-        return error, 0.0 if state.serves_since_s is None else clock.now() - state.serves_since_s
+        death = await self._serve(state)
+        return death, 0.0 if state.serves_since_s is None else clock.now() - state.serves_since_s
 
     async def _serve(self, state: EngineState) -> EngineError:
         """Run an engine until it dies, whoever notices first."""

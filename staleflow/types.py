@@ -102,8 +102,8 @@ class Trajectory(msgspec.Struct):
     Times are seconds on the controller's clock, of admission, of the first sampled segment's arrival and of the reward.
     They are three on purpose: a trajectory stamped only when it was admitted looks older than it is, one stamped only
     when it finished looks younger. ``requests`` counts those sent to engines, whatever came of them. ``truncated``
-    says that the straggler policy has cut it short. ``prefix`` is of the newest sync in mode ``recompute``; the behaviour
-    logprobs in the segments stay what they were.
+    says that the straggler policy has cut it short. ``prefix`` is of the newest sync in mode ``recompute``; the
+    behaviour logprobs in the segments stay what they were.
     """
 
     task: int

@@ -1,8 +1,8 @@
 """Weight sync: carries a published version to one engine, after what its mode asks for.
 
-Invariant: in every mode but ``keep``, weights are touched only when the engine runs nothing and takes nothing. An update
-counts only if the engine confirms it in the life in which it was asked for it; an engine whose update fails is dead
-(``docs/design/engines.md``).
+Invariant: in every mode but ``keep``, weights are touched only when the engine runs nothing and takes nothing. An
+update counts only if the engine confirms it in the life in which it was asked for it; an engine whose update fails is
+dead (``docs/design/engines.md``).
 """
 
 import asyncio

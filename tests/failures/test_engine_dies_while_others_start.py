@@ -1,4 +1,4 @@
-"""An engine has started and dies while another part of the run still loads its model: nobody waits for that to notice."""
+"""An engine dies while another part of the run still loads its model: nobody waits for that one to notice."""
 
 import asyncio
 from pathlib import Path

@@ -17,7 +17,6 @@ from staleflow.types import GenerateRequest, Generation
 LIES: dict[str, dict[str, Any]] = {
     "fewer logprobs than tokens": {"logprobs": []},
     "version from the future": {"versions": [10_000]},
-    "version older than the group": {"versions": [-1]},
     "logprob nan": {"logprobs": [float("nan")]},
     "answer to another request": {"request_id": "9.9.9.9"},
 }

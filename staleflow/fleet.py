@@ -139,7 +139,7 @@ class Fleet:
         why = None
         if generation.finish_reason == "interrupted":
             why = ours.why or Interruption.ENGINE
-            self._interrupted[why] += 1
+            self._interrupted[why.value] += 1
         return Answer(state.index, ours.since_s, generation, why, ours.destination)
 
     async def _ask(self, state: EngineState, ours: Request, request: GenerateRequest) -> Generation:

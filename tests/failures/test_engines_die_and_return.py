@@ -73,10 +73,10 @@ def test_W3_flaky_engine_is_given_up(scripted: Scripted) -> None:
 
 
 def test_W3_restarts_count_afresh_after_a_good_while(scripted: Scripted) -> None:
-    config = Config(steps=600, batch_size=2, group_size=2, engine_restarts=1)
-    engine = DiesAt(1.0, GOOD_WHILE_S + 5, 1.0)
-    report = scripted(config, engines=[engine], trainer=ScriptedTrainer(step_s=2.0)).run()
-    assert (report.fleet.deaths, report.fleet.restarts, report.fleet.retired) == (3, 3, 0)
+    config = Config(steps=40, batch_size=2, group_size=2, engine_restarts=1)
+    engine = DiesAt(1.0, GOOD_WHILE_S + 30)
+    report = scripted(config, engines=[engine], trainer=ScriptedTrainer(step_s=20.0)).run()
+    assert (report.fleet.deaths, report.fleet.restarts, report.fleet.retired) == (2, 2, 0)
 
 
 def test_W3_engine_that_answers_with_initial_weights_is_not_believed(scripted: Scripted) -> None:
@@ -90,7 +90,7 @@ def test_W3_engine_that_answers_with_initial_weights_is_not_believed(scripted: S
     run = scripted(CONFIG, engines=[Forgets(), ScriptedEngine(seed=1)])
     report = run.run()
     assert report.accounting.failed_attempts == {}
-    assert report.fleet.retired == 1
+    assert report.fleet.restarts > 0
     assert all("answers with version 0, and had confirmed" in event.cause for event in run.events_of(EngineDied))
 
 
@@ -110,10 +110,14 @@ def test_run_ends_when_no_engine_has_served_for_too_long(scripted: Scripted) -> 
 
     config = msgspec.structs.replace(CONFIG, no_engine_timeout_s=100.0)
     run = scripted(config, engines=[ComesBackSlowly(1.0), ComesBackSlowly(2.0)])
-    error = run.fail(EngineError)
-    assert "no engine has served for 100 s (no_engine_timeout_s)" in str(error)
-    assert str(error.__cause__) == KILLED
-    assert run.pipeline.statistics().fleet.serving == 0
+
+    async def main() -> float:
+        with pytest.raises(EngineError, match=r"no engine has served for 100 s \(no_engine_timeout_s\).*SIGKILL"):
+            await run.pipeline.run()
+        return asyncio.get_running_loop().time()
+
+    assert virtually(main()) == pytest.approx(102.0)
+    run.check_wound_down()
 
 
 @pytest.mark.parametrize("outage_s", [5.0, 50.0])

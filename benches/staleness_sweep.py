@@ -197,16 +197,12 @@ def sweep(
 
 def markdown(outcomes: Sequence[Outcome], recipe: Recipe) -> str:
     """The table, and what it is of."""
-    machine, steps = this_machine(), sorted(outcomes[0].accuracy)
+    machine, steps = this_machine(), sorted(set[int]().union(*(outcome.accuracy for outcome in outcomes)))
     commits = sorted({outcome.commit or "unknown" for outcome in outcomes})
     dates = sorted(outcome.date for outcome in outcomes)
     heads = ["loss", "max_staleness", "engines pull", "staleness mean", "max", "from 0 to max"]
-    heads += [f"accuracy at {step}" for step in steps[:-1]] + [
-        "at the end",
-        "wall, s",
-        "trainer waits, s",
-        "engine waits, s",
-    ]
+    heads += [f"accuracy at {step}" for step in steps[:-1]]
+    heads += ["at the end", "wall, s", "trainer waits, s", "engine waits, s"]
     rows = [_row(outcome, steps) for outcome in outcomes]
     lines = [heads, ["---"] * 3 + ["--:"] * 2 + ["---"] + ["--:"] * (len(heads) - 6), *rows]
     summary = (

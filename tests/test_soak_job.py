@@ -142,8 +142,9 @@ def test_moment_is_told_by_the_files(start: Start, tmp_path: Path) -> None:
 def test_weights_without_an_owner_are_found_in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("soak.shared_memory.FOLDER", tmp_path)
     monkeypatch.setattr("soak.shared_memory.GRACE_S", 0.0)
-    (tmp_path / "of-others").mkdir()
+    (tmp_path / "staleflow-of-before").mkdir()
     before = contents()
+    (tmp_path / "of-others").touch()
     (tmp_path / "staleflow-left").mkdir()
     (tmp_path / "staleflow-left" / "lock").touch()
     assert left_behind(before) == ["staleflow-left"]

@@ -1,16 +1,18 @@
-"""What is left in shared memory once its owners are gone."""
+"""What staleflow has left in shared memory once its owner is gone. What others keep there is not looked at."""
 
 import fcntl
 import time
 from pathlib import Path
+
+from staleflow.parameter_server.shared_memory import PREFIX
 
 FOLDER = Path("/dev/shm")
 GRACE_S = 10.0
 
 
 def contents() -> set[str]:
-    """What is there now, by name."""
-    return {path.name for path in FOLDER.iterdir()} if FOLDER.is_dir() else set()
+    """The folders of published weights that are there now, by name."""
+    return {path.name for path in FOLDER.glob(f"{PREFIX}*")}
 
 
 def left_behind(before: set[str]) -> list[str]:

@@ -7,7 +7,7 @@ EXTENSION := staleflow/_core.abi3.so
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find core-rs -name '*.rs' -o -name Cargo.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-rust test-python prove mutants lint format bench docs clean
+.PHONY: help setup build demo test test-rust test-python prove mutants chaos-resume lint format bench sweep docs clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ prove: ## the long proof of the ledger's law, with the numbers of states and cas
 mutants: ## break the ledger in one place at a time and show that a test notices; NAMES="words" for some
 	$(PYTHON) core-rs/mutants.py $(NAMES)
 
+chaos-resume: setup ## kill the demo twenty times, resume it and judge its history; minutes; options in ARGS
+	PYTHONPATH=tests:examples $(BIN)/python -m soak.chaos_resume $(ARGS)
+
 lint: setup ## formatting, lints and types, Rust and Python
 	@cargo clippy --version >/dev/null && cargo fmt --version >/dev/null
 	cargo fmt --all --check
@@ -71,6 +74,9 @@ format: setup ## format all sources
 
 bench: setup ## what the core costs here, beside baselines of the same run; options in ARGS, e.g. make bench ARGS=--quick
 	$(BIN)/staleflow bench $(ARGS)
+
+sweep: setup ## what staleness does to learning, per bound and loss; long, but can be interrupted; options in ARGS
+	$(BIN)/python benches/staleness_sweep.py $(ARGS)
 
 docs: setup ## API documentation, Python in target/docs, Rust in target/doc
 	$(BIN)/pdoc --output-directory target/docs staleflow

@@ -24,12 +24,17 @@ from staleflow.trainer.loss_settings import BY_NAME
 if TYPE_CHECKING:
     from warm_start import Problem
 
+EVALUATE_EVERY_STEPS = 100
 LOOP_LAG_LIMIT_MS = 10.0
 MAX_ANSWER_TOKENS = 5
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``verdict.json`` holds; ``shortfalls`` says in words why the run did not pass."""
+    """What ``verdict.json`` holds; ``shortfalls`` says in words why the run did not pass.
+
+    It is of the whole run, however often that was resumed; only the loop lag is of the last process. ``wall_s``
+    includes the warm start; of a resumed run it is the time of its history, without what each resume has cut off.
+    """
 
     passed: bool
     shortfalls: list[str]
@@ -65,7 +70,8 @@ def main() -> int:
         batch_size=64,
         group_size=4,
         max_staleness=options.max_staleness,
-        evaluate_every_steps=100,
+        evaluate_every_steps=EVALUATE_EVERY_STEPS,
+        checkpoint_every_steps=options.checkpoint_every_steps,
     )
     # Imported here because it imports torch, which takes seconds in which Ctrl-C should work as in all others.
     from warm_start import problems, warm_started_model
@@ -86,9 +92,11 @@ def main() -> int:
         config=config,
         held_out=held_out,
         run_dir=options.run_dir,
+        resume=options.resume,
     )
     report = staleflow.run(pipeline)
-    verdict = judge(report, options.max_staleness, time.monotonic() - started_s)
+    wall_s = time.monotonic() - started_s if options.resume is None else report.wall_s
+    verdict = judge(report, options.max_staleness, wall_s)
     path = Path(report.run_dir) / "verdict.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(verdict), indent=2))
     _show(verdict, path)
@@ -141,6 +149,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--loss", choices=sorted(BY_NAME), default="decoupled_ppo")
     parser.add_argument("--learning-rate", type=float, default=7e-4, help="at the first step; falls to a tenth")
     parser.add_argument("--run-dir", type=Path, default=None, help="run folder (default: runs/<local time>)")
+    parser.add_argument("--checkpoint-every-steps", type=int, help="save a checkpoint to resume from, this often")
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on with this run folder; give the same options as when it began"
+    )
     return parser.parse_args()
 
 
@@ -149,7 +161,7 @@ def _show(verdict: Verdict, path: Path) -> None:
     tokens = sum(verdict.staleness_histogram.values())
     table = Table(title="passed" if verdict.passed else "not passed", show_header=False)
     table.add_row("accuracy, held out", f"{verdict.accuracy_before:.3f} -> {verdict.accuracy_after:.3f}")
-    table.add_row("wall time", f"{verdict.wall_s:.0f} s for {verdict.steps} steps, warm start included")
+    table.add_row("wall time", f"{verdict.wall_s:.0f} s for {verdict.steps} steps")
     table.add_row("staleness", f"mean {verdict.staleness_mean:.2f}, max {verdict.staleness_max} versions")
     for gap, count in verdict.staleness_histogram.items():
         table.add_row(f"  {gap} versions", f"{'█' * round(30 * count / tokens)} {count / tokens:.1%} of tokens")

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from staleflow.bench import command as bench
 from staleflow.errors import StaleflowError
 from staleflow.explain import command as explain
+from staleflow.plot import command as plot
 
-COMMANDS = (bench, explain)
+COMMANDS = (bench, explain, plot)
 INTERRUPTED = 130
 
 

@@ -53,6 +53,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             complete groups, and what it leaves behind at its deadline expires: finished work may be thrown away.
         extra_members: members played beyond ``group_size`` in every group; the first ``group_size`` to finish count,
             the others are cancelled.
+        engine_restarts: an engine that has died is started again so often, counted afresh once it has served for a good
+            while; then it is given up. The run goes on with the others, and ends when none is left.
+        no_engine_timeout_s: the run ends when no engine has served for so long.
+        drain_timeout_s: in sync mode ``"drain"``, requests that have not ended by then go on after the sync.
         stragglers: what to do when a batch waits long for its last groups; None waits for them.
         max_failure_share: the run ends when more than this share of recent trajectories failed.
         evaluate_every_steps: play the held-out tasks once more after every so many steps, while training goes on;
@@ -69,6 +73,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = 2
     extra_groups: int = 0
     extra_members: int = 0
+    engine_restarts: int = 3
+    no_engine_timeout_s: float = 600.0
+    drain_timeout_s: float = 60.0
     stragglers: StragglerPolicy | None = None
     rollout_timeout_s: float = 300.0
     max_attempts: int = 3
@@ -79,12 +86,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         at_least_1 = ("steps", "batch_size", "group_size", "max_attempts", "keep_checkpoints")
-        at_least_0 = ("max_staleness", "extra_groups", "extra_members")
+        at_least_0 = ("max_staleness", "extra_groups", "extra_members", "engine_restarts")
         for name in (*at_least_1, *at_least_0):
             _require(self, name, "a whole number", ok=isinstance(getattr(self, name), int))
             least = 1 if name in at_least_1 else 0
             _require(self, name, f"at least {least}", ok=getattr(self, name) >= least)
-        _require(self, "rollout_timeout_s", "above 0", ok=self.rollout_timeout_s > 0)
+        for name in ("rollout_timeout_s", "no_engine_timeout_s", "drain_timeout_s"):
+            _require(self, name, "above 0", ok=getattr(self, name) > 0)
         _require(self, "max_failure_share", "between 0 and 1", ok=0 <= self.max_failure_share <= 1)
         for name in ("evaluate_every_steps", "checkpoint_every_steps"):
             every = getattr(self, name)

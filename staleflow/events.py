@@ -7,6 +7,8 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from staleflow.types import Interruption, SyncMode
+
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 """Since the start of the run."""
 
@@ -65,6 +67,16 @@ class Answered(msgspec.Struct, tag="answered", tag_field="event", frozen=True):
     t: Seconds
     request: str
     tokens: int
+
+
+class Interrupted(msgspec.Struct, tag="interrupted", tag_field="event", frozen=True):
+    """The engine has let go of a request after so many tokens. The call that it was part of goes on by another request
+    with all tokens so far, ends with them (``truncate``), or starts over without them (``abort``)."""
+
+    t: Seconds
+    request: str
+    tokens: int
+    why: Interruption
 
 
 class Dropped(msgspec.Struct, tag="dropped", tag_field="event", frozen=True):
@@ -170,12 +182,38 @@ class Stalled(msgspec.Struct, tag="stalled", tag_field="event", frozen=True):
     t: Seconds
 
 
+class EngineDied(msgspec.Struct, tag="engine_died", tag_field="event", frozen=True):
+    """An engine is dead; its requests are interrupted, and what it pulled does not count."""
+
+    t: Seconds
+    engine: EngineIndex
+    cause: str
+
+
+class EngineRestarted(msgspec.Struct, tag="engine_restarted", tag_field="event", frozen=True):
+    """A dead engine has started again, with the initial weights. It serves once it has confirmed a published version;
+    as long as none but version 0 is published, that is at once."""
+
+    t: Seconds
+    engine: EngineIndex
+    epoch: int
+
+
+class EngineRetired(msgspec.Struct, tag="engine_retired", tag_field="event", frozen=True):
+    """A dead engine will not be started again."""
+
+    t: Seconds
+    engine: EngineIndex
+    cause: str
+
+
 class SyncBegan(msgspec.Struct, tag="sync_began", tag_field="event", frozen=True):
     """An engine was told to pull ``version``."""
 
     t: Seconds
     engine: EngineIndex
     version: int
+    mode: SyncMode = "keep"
 
 
 class Synced(msgspec.Struct, tag="synced", tag_field="event", frozen=True):
@@ -242,6 +280,7 @@ Event: TypeAlias = (
     | Requested
     | Routed
     | Answered
+    | Interrupted
     | Dropped
     | Finished
     | Failed
@@ -255,6 +294,9 @@ Event: TypeAlias = (
     | Released
     | Published
     | Stalled
+    | EngineDied
+    | EngineRestarted
+    | EngineRetired
     | SyncBegan
     | Synced
     | CheckpointBegan

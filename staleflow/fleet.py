@@ -1,36 +1,42 @@
 """The fleet: the engines as one, with what the controller believes of each.
 
-It carries requests to the engine they are routed to and weights to the engine that is to sync. It decides neither.
-
-Invariant: an engine's ``version`` is the last one it has confirmed. It is raised only by the engine's own answer to
-a weight update, so no token sampled for a request dispatched now can be older.
+It carries requests to the engine they are routed to, and brings back answers or interruptions. Where they go is for the
+coordinator to decide, what an interruption means for a trajectory is for :mod:`staleflow.continuation`. States and
+invariants: ``docs/design/engines.md``.
 """
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
 from staleflow import clock
-from staleflow.coordinator import EngineView, Health
+from staleflow.abandon import abandon, done_or_set
+from staleflow.coordinator import EngineView, Health, RunningRequest
+from staleflow.engine_state import EngineState, Request
 from staleflow.engines.base import Engine, check_generation
-from staleflow.errors import EngineError
+from staleflow.errors import EngineError, EngineGoneError
 from staleflow.meters import IdleMeter
-from staleflow.parameter_server.base import ParameterServer
+from staleflow.outage import Outage
+from staleflow.statistics import FleetStatistics
 from staleflow.store import TrajectoryStore
-from staleflow.types import GenerateRequest, Generation, TaskData
+from staleflow.types import GenerateRequest, Generation, Interruption, TaskData
 
 
-class _Slot:
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.version = 0
-        self.health = Health.HEALTHY
-        self.requests: dict[str, float] = {}
-        """Those that it has not answered, and since when it has them."""
+class Answer(NamedTuple):
+    """What came of a request: the engine that had it and since when, what it said, and why it was let go, if it was.
 
-    @property
-    def running(self) -> int:
-        return len(self.requests)
+    ``destination`` is the engine that its successor is meant for, if it was to migrate.
+    """
+
+    engine: int
+    since_s: float
+    generation: Generation
+    why: Interruption | None
+    destination: int | None
 
 
 class Fleet:
@@ -50,93 +56,186 @@ class Fleet:
         published: Callable[[], int],
         changed: Callable[[], None],
     ) -> None:
-        self._slots = [_Slot(engine) for engine in engines]
+        self.states = tuple(EngineState(index, engine) for index, engine in enumerate(engines))
+        self.outage = Outage()
+        self.load = IdleMeter(clock.now)
+        self.discarded_tokens = 0
         self._store = store
         self._published = published
         self._changed = changed
-        self.load = IdleMeter(clock.now)
+        self._requests: dict[str, Request] = {}
+        self._running: dict[str, RunningRequest] = {}
+        self._arrivals: list[tuple[str, int]] = []
+        self._interrupted: Counter[str] = Counter()
 
     @property
     def engines(self) -> tuple[Engine, ...]:
         """The engines, by index."""
-        return tuple(slot.engine for slot in self._slots)
+        return tuple(state.engine for state in self.states)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer."""
-        return self._slots[0].engine.tokenizer
+        return self.states[0].engine.tokenizer
 
     @property
     def max_model_tokens(self) -> int:
-        """Longest sequence that every engine can serve."""
-        return min(slot.engine.max_model_tokens for slot in self._slots)
+        """Longest sequence that every engine can serve, as far as they have started."""
+        return min(state.engine.max_model_tokens for state in self.states if state.lives)
 
     @property
     def capacity(self) -> int:
-        """How many requests all engines together can usefully run at once."""
-        return sum(slot.engine.capacity for slot in self._slots)
+        """How many requests all engines together can usefully run at once, those that are away included."""
+        return sum(state.engine.capacity for state in self.states if state.health is not Health.RETIRED)
 
     def views(self) -> tuple[EngineView, ...]:
         """The engines' part of a snapshot."""
-        return tuple(
-            EngineView(index, slot.version, slot.health, slot.running, slot.engine.capacity)
-            for index, slot in enumerate(self._slots)
-        )
+        return tuple(state.view for state in self.states)
+
+    @property
+    def running_requests(self) -> tuple[RunningRequest, ...]:
+        """The requests that engines have, those dispatched first in front."""
+        return tuple(self._running.values())
 
     def version(self, engine: int) -> int:
         """The version an engine has confirmed."""
-        return self._slots[engine].version
+        return self.states[engine].version
 
-    def dispatch(self, request_id: str, engine: int) -> bool:
-        """Give a waiting request its engine; False when it no longer waits."""
-        if not self._store.route(request_id, engine):
-            return False
-        self._slots[engine].requests[request_id] = clock.now()
-        self.load.started()
-        return True
+    def statistics(self) -> FleetStatistics:
+        """How the engines are, and what has happened to them."""
+        return FleetStatistics(
+            serving=sum(state.serves for state in self.states),
+            deaths=sum(state.epoch for state in self.states),
+            restarts=sum(state.restarts for state in self.states),
+            retired=sum(state.health is Health.RETIRED for state in self.states),
+            interrupted=dict(self._interrupted),
+            discarded_tokens=self.discarded_tokens,
+        )
 
-    async def generate(self, request: GenerateRequest, *, min_version: int) -> tuple[int, Generation]:
-        """Answer a request on an engine of at least ``min_version``; returns which engine that was, and its answer.
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest, *, min_version: int, destination: int | None = None) -> Answer:
+        """Answer a request on an engine of at least ``min_version``, on that of ``destination`` if it can be.
 
         Raises :class:`EngineError` when the engine cannot serve the request or its reply is malformed.
         """
         chosen = self._store.wait_for_engine(request.request_id, min_version)
+        ours = self._requests[request.request_id] = Request(request.request_id, min_version)
+        if destination is not None:
+            self._arrivals.append((request.request_id, destination))
         self._changed()
         try:
-            index = await chosen
-            generation = await self._slots[index].engine.generate(request)
+            state = self.states[await chosen]
+            generation = await self._ask(state, ours, request)
         finally:
             self._store.forget(request.request_id)
-            if chosen.done() and not chosen.cancelled():
-                del self._slots[chosen.result()].requests[request.request_id]
+            del self._requests[request.request_id]
+            if ours.engine is not None:
+                ours.engine.let_go(ours)
+                del self._running[ours.id]
                 self.load.ended()
             self._changed()
-        check_generation(request, generation, oldest=min_version, published=self._published())
-        return index, generation
+        check_generation(request, generation, oldest=ours.version, published=self._published())
+        why = None
+        if generation.finish_reason == "interrupted":
+            why = ours.why or Interruption.ENGINE
+            self._interrupted[why.value] += 1
+        return Answer(state.index, ours.since_s, generation, why, ours.destination)
+
+    async def _ask(self, state: EngineState, ours: Request, request: GenerateRequest) -> Generation:
+        calling = asyncio.ensure_future(_call(state.engine, ours, request))
+        try:
+            await done_or_set(calling, ours.lost)
+            if not ours.lost.is_set():
+                answer = calling.result()
+                forgotten = next((version for version in answer.versions if version < ours.version), None)
+                if forgotten is None:
+                    return answer
+                self.died(
+                    state,
+                    EngineError(f"{state.name} answers with version {forgotten}, and had confirmed {ours.version}"),
+                )
+        except EngineGoneError as error:
+            self.died(state, error)
+        finally:
+            abandon(calling)
+        return _nothing(request.request_id)
+
+    def arrivals(self) -> list[tuple[str, int]]:
+        """The requests that were migrated and wait, with the engines they are meant for, since this was called last."""
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+    def dispatch(self, request_id: str, engine: int) -> bool:
+        """Give a waiting request its engine; False when it no longer waits or the engine must not have it."""
+        state = self.states[engine]
+        if not state.open or not self._store.route(request_id, engine, state.version):
+            return False
+        request = self._requests[request_id]
+        state.take(request)
+        self._running[request_id] = RunningRequest(request_id, request.min_version, engine, request.since_s)
+        self.load.started()
+        return True
 
     def running(self, request_id: str) -> tuple[int, float] | None:
         """The engine that a request runs on, and since when; None if it runs on none."""
-        for index, slot in enumerate(self._slots):
-            if request_id in slot.requests:
-                return index, slot.requests[request_id]
-        return None
+        running = self._running.get(request_id)
+        return None if running is None else (running.engine, running.since_s)
 
-    async def truncate(self, request_id: str) -> None:
-        """End a running request with the tokens it has sampled so far."""
-        if (running := self.running(request_id)) is not None:
-            await self._slots[running[0]].engine.truncate(request_id)
+    async def interrupt(self, request_id: str, why: Interruption) -> None:
+        """Have the engine let go of a request, if one has it."""
+        request = self._requests.get(request_id)
+        if request is None or request.engine is None or request.why is Interruption.DEATH:
+            return
+        request.why = why
+        if request.sent:
+            # Of a dead engine its supervision tells; one that cannot be told is asked again or found out.
+            with suppress(EngineError):
+                await request.engine.engine.interrupt(request_id)
 
-    def begin_sync(self, engine: int) -> None:
-        """Mark an engine as syncing; it goes on serving, at its old version as far as anyone may believe."""
-        self._slots[engine].health = Health.SYNCING
+    async def migrate(self, request_id: str, engine: int) -> None:
+        """Have a running request go on elsewhere; nothing happens if it does not run or must not run there."""
+        request, to = self._requests.get(request_id), self.states[engine]
+        if request is None or request.engine in (None, to) or request.why is not None:
+            return
+        if to.open and to.version >= request.min_version:
+            request.destination = engine
+            await self.interrupt(request_id, Interruption.MIGRATE)
 
-    async def sync(self, engine: int, version: int, parameter_server: ParameterServer) -> None:
-        """Let an engine pull a version; raises :class:`EngineError` when it confirms another one."""
-        slot = self._slots[engine]
-        with parameter_server.pulling(version) as weights:
-            confirmed = await slot.engine.update_weights(version, weights)
-        if confirmed != version:
-            raise EngineError(f"engine {engine} confirmed version {confirmed} after it was told to pull {version}")
-        slot.version = confirmed
-        slot.health = Health.HEALTHY
+    # -- engines -------------------------------------------------------------------------------------------------
+
+    def started(self, state: EngineState) -> None:
+        """An engine has started, for the first time or again."""
+        state.start(self._published())
+        self._health_changed()
+
+    def confirmed(self, state: EngineState, version: int) -> None:
+        """An engine serves a version."""
+        state.confirm(version)
+        self._health_changed()
+
+    def died(self, state: EngineState, error: EngineError) -> None:
+        """An engine is gone. Its requests are interrupted."""
+        state.die(error)
+        self._health_changed()
+
+    def retired(self, state: EngineState) -> None:
+        """A dead engine will not be started again."""
+        state.retire()
+        self._health_changed()
+
+    def _health_changed(self) -> None:
+        self.outage.update(serves=any(state.serves for state in self.states))
         self._changed()
+
+
+async def _call(engine: Engine, ours: Request, request: GenerateRequest) -> Generation:
+    if ours.why is not None:
+        # Let go before the engine has heard of it: an interruption must never overtake its request.
+        return _nothing(request.request_id)
+    ours.sent = True
+    return await engine.generate(request)
+
+
+def _nothing(request_id: str) -> Generation:
+    return Generation(request_id, [], [], [], "interrupted")

@@ -17,27 +17,25 @@ from staleflow import clock
 from staleflow._core import StalenessLedger
 from staleflow.blockers import Activity, Blocker, Member, blocker
 from staleflow.config import Config, StragglerAction, StragglerPolicy
+from staleflow.continuation import Continuation
 from staleflow.errors import LedgerError
 from staleflow.events import (
     Aborted,
-    Answered,
     ClosedShort,
     Completed,
-    Dropped,
     Expired,
     Failed,
     Filtered,
     Finished,
-    Requested,
     Truncated,
 )
 from staleflow.failures import FailureLimit
 from staleflow.fleet import Fleet
 from staleflow.recorder import Recorder
-from staleflow.rollout import LLM, Rollout, play
+from staleflow.rollout import LLM, Deadline, Rollout, play
 from staleflow.store import Group, Player, TrajectoryStore
 from staleflow.transcript import Transcript
-from staleflow.types import FinishReason, GenerateRequest, Segment, TaskData, Trajectory
+from staleflow.types import Interruption, TaskData, Trajectory
 
 TIMER_RESOLUTION_S = 1e-3
 """A timer of the event loop may go off so much early."""
@@ -85,6 +83,7 @@ class Members(Generic[TaskData]):
         self._ledger = ledger
         self._store = store
         self._fleet = fleet
+        self._continuation = Continuation(fleet, store, recorder)
         self._recorder = recorder
         self._spawn = spawn
 
@@ -110,9 +109,10 @@ class Members(Generic[TaskData]):
         self, data: TaskData, trajectory: Trajectory, min_version: int, transcript: Transcript | None = None
     ) -> None:
         """Play one task to its reward on engines of at least ``min_version``; raises what :func:`play` raises."""
-        generate = partial(self._continue, min_version=min_version)
+        deadline = Deadline(self._config.rollout_timeout_s, self._fleet.outage)
+        generate = partial(self._continuation.generate, min_version=min_version, deadline=deadline)
         llm = LLM(trajectory, generate, self._fleet.tokenizer, self._fleet.max_model_tokens, transcript)
-        await play(self._rollout, data, llm, trajectory, self._config.rollout_timeout_s)
+        await play(self._rollout, data, llm, trajectory, deadline)
 
     def _start_attempt(self, group: Group[TaskData], member: int) -> None:
         refusal = self._ledger.start_member(group.id, member, group.version)
@@ -134,24 +134,6 @@ class Members(Generic[TaskData]):
             self._member_failed(group, trajectory, error)
         else:
             self._member_finished(group, trajectory)
-
-    async def _continue(self, trajectory: Trajectory, max_new_tokens: int, *, min_version: int) -> FinishReason:
-        """Let an engine continue a trajectory and append the segment; raises what :meth:`Fleet.generate` raises."""
-        trajectory.requests += 1
-        request_id = trajectory.newest_request_id
-        self._recorder.event(Requested(self._recorder.t(), request_id))
-        request = GenerateRequest(request_id, trajectory.token_ids, max_new_tokens)
-        try:
-            engine, answer = await self._fleet.generate(request, min_version=min_version)
-        except BaseException:
-            self._recorder.event(Dropped(self._recorder.t(), request_id))
-            raise
-        self._store.answered(trajectory)
-        self._recorder.event(Answered(self._recorder.t(), request_id, len(answer.token_ids)))
-        if trajectory.first_segment_s is None:
-            trajectory.first_segment_s = clock.now()
-        trajectory.segments.append(Segment(answer.token_ids, True, engine, answer.logprobs, answer.versions))
-        return answer.finish_reason
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
@@ -278,7 +260,8 @@ class Members(Generic[TaskData]):
                 player.trajectory.truncated = True
                 self.truncated += 1
                 self._recorder.event(Truncated(self._recorder.t(), group.id, member))
-                self._spawn(self._fleet.truncate(request_id), f"truncate {request_id}")
+                interrupting = self._fleet.interrupt(request_id, Interruption.TRUNCATE)
+                self._spawn(interrupting, f"truncate {request_id}")
         return self.truncated > before
 
     def _close_short(self, group: Group[TaskData]) -> bool:

@@ -43,11 +43,13 @@ from staleflow.rollouts import Rollouts
 from staleflow.run_folder import RunFolder
 from staleflow.statistics import PipelineStatistics, Report
 from staleflow.store import TrajectoryStore
+from staleflow.supervision import Supervision
 from staleflow.tasks import TaskSource
 from staleflow.trainer.base import Trainer
 from staleflow.training import SAVE_TIMEOUT_S, Training
 from staleflow.types import TaskData
 from staleflow.view import show
+from staleflow.weight_sync import WeightSync
 
 logger = logging.getLogger("staleflow")
 
@@ -188,6 +190,13 @@ class Pipeline(Generic[TaskData]):
             changed=self._changed,
             spawn=self._spawn,
         )
+        self._supervision = Supervision(
+            fleet=self._fleet,
+            config=self.config,
+            log_folder=folder.logs,
+            recorder=self._recorder,
+            spawn=self._spawn,
+        )
         self._rollouts = Rollouts(
             tasks=self._tasks,
             coordinator=self._coordinator,
@@ -195,7 +204,7 @@ class Pipeline(Generic[TaskData]):
             ledger=self._ledger,
             store=self._store,
             fleet=self._fleet,
-            weights=weights,
+            weight_sync=WeightSync(self._fleet, weights, self.config.drain_timeout_s),
             recorder=self._recorder,
             members=self._members,
             spawn=self._spawn,
@@ -244,6 +253,7 @@ class Pipeline(Generic[TaskData]):
             running=self._fleet.load.running,
             waiting=len(self._store.waiting),
             failed=self._members.failures.total,
+            fleet=self._fleet.statistics(),
         )
 
     def blockers(self) -> tuple[Blocker, ...]:
@@ -260,8 +270,7 @@ class Pipeline(Generic[TaskData]):
         if self._progress:
             self._spawn(show(self.statistics), "view")
         async with asyncio.TaskGroup() as starting:
-            for index, engine in enumerate(self._fleet.engines):
-                starting.create_task(self._start_engine(engine, f"engine-{index}"))
+            starting.create_task(self._supervision.start())
             starting.create_task(self._start_trainer())
         if self._resumed is not None:
             self._enter("resuming")
@@ -269,6 +278,7 @@ class Pipeline(Generic[TaskData]):
             if self._recorder.evaluated_step != self._ledger.published:
                 self._held_out.begin_if_due(self._ledger.published)
         self._trainer_ready = True
+        self._spawn(self._supervision.watch(), "supervision")
         self._spawn(self._rollouts.coordinate(), "coordination")
         self._spawn(self._rollouts.feed(), "tasks")
         self._spawn(self._rollouts.watch_progress(), "progress")
@@ -291,17 +301,15 @@ class Pipeline(Generic[TaskData]):
         for task in self._spawned:
             task.cancel()
         return self._recorder.report(
-            ended=ended, failed_attempts=self._members.failures.by_cause, truncated=self._members.truncated
+            ended=ended,
+            failed_attempts=self._members.failures.by_cause,
+            truncated=self._members.truncated,
+            fleet=self._fleet.statistics(),
         )
 
     def _enter(self, phase: str) -> None:
         self._phase = phase
         self._recorder.event(PhaseBegan(self._recorder.t(), phase))
-
-    async def _start_engine(self, engine: Engine, name: str) -> None:
-        await engine.start(name, self._folder.logs)
-        # Watched from here on, however long the others take to start.
-        self._spawn(engine.run(), name)
 
     async def _start_trainer(self) -> None:
         await self._trainer.start(self._folder.logs)

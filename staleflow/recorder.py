@@ -13,7 +13,7 @@ from staleflow.events import Evaluated, Event, Reused
 from staleflow.loop_lag import LoopLag
 from staleflow.meters import RecentSteps, StalenessMeter
 from staleflow.run_folder import RunFolder
-from staleflow.statistics import Accounting, Evaluation, PipelineStatistics, Report, StepRecord
+from staleflow.statistics import Accounting, Evaluation, FleetStatistics, PipelineStatistics, Report, StepRecord
 from staleflow.trainer.agreement import disagreement
 from staleflow.types import StepMetrics, TrainBatch, Trajectory
 
@@ -156,7 +156,9 @@ class Recorder:
             )
         )
 
-    def statistics(self, *, phase: str, steps: int, running: int, waiting: int, failed: int) -> PipelineStatistics:
+    def statistics(
+        self, *, phase: str, steps: int, running: int, waiting: int, failed: int, fleet: FleetStatistics
+    ) -> PipelineStatistics:
         """The state of the run now."""
         ledger = self._ledger.statistics()
         training_s = self._training_s()
@@ -179,9 +181,12 @@ class Recorder:
             loop_lag_p99_ms=self.lag.quantile_ms(0.99),
             reused_tokens=self._reused_tokens,
             dropped_tokens=self._dropped_tokens,
+            fleet=fleet,
         )
 
-    def report(self, *, ended: str, failed_attempts: Mapping[str, int], truncated: int) -> Report:
+    def report(
+        self, *, ended: str, failed_attempts: Mapping[str, int], truncated: int, fleet: FleetStatistics
+    ) -> Report:
         """What came of the run."""
         ledger = self._ledger.statistics()
         return Report(
@@ -215,6 +220,7 @@ class Recorder:
                 closed_short=ledger.closed_short,
                 truncated=truncated,
             ),
+            fleet=fleet,
             run_dir=str(self._folder.path),
             reused_tokens=self._reused_tokens,
             dropped_tokens=self._dropped_tokens,

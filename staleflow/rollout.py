@@ -14,7 +14,9 @@ import msgspec
 from tokenizers import Tokenizer
 
 from staleflow import clock
+from staleflow.abandon import done_or_set
 from staleflow.errors import ContextError, RewardError, RolloutError, RolloutTimeoutError, TruncatedError
+from staleflow.outage import Outage
 from staleflow.transcript import Transcript
 from staleflow.types import FinishReason, Segment, TaskData, Trajectory, Turn
 
@@ -126,7 +128,8 @@ class LLM:
                 finish_reason = await self._generate(trajectory, left) if left > 0 else "length"
         except BaseException:
             # A call that failed has said nothing, so that a rollout which tries again does not repeat its prompt.
-            del segments[before:], turns[-1]
+            trajectory.rewind(before)
+            del turns[-1]
             raise
         turns[-1] = Turn(before, max_new_tokens, finish_reason)
         if transcript is not None:
@@ -154,7 +157,29 @@ Rollout: TypeAlias = Callable[[TaskData, LLM], Awaitable[float]]
 """The user's function: plays one task with the policy and returns the reward."""
 
 
-async def play(rollout: Rollout[TaskData], data: TaskData, llm: LLM, trajectory: Trajectory, timeout_s: float) -> None:
+class Deadline:
+    """When a rollout must have returned its reward. What engines that died have cost it does not count."""
+
+    def __init__(self, timeout_s: float, outage: Outage) -> None:
+        self.timeout_s = timeout_s
+        self._outage = outage
+        self._at_s = clock.now() + timeout_s - outage.total_s()
+
+    def extend(self, seconds: float) -> None:
+        """Give back time that was lost."""
+        self._at_s += seconds
+
+    async def wait_for(self, running: "asyncio.Future[float]") -> None:
+        """Wait until it is done or the deadline has passed."""
+        while not running.done() and (left_s := self._at_s + self._outage.total_s() - clock.now()) > 0:
+            await asyncio.wait({running}, timeout=left_s)
+            if self._outage.lasts:
+                await done_or_set(running, self._outage.ended)
+
+
+async def play(
+    rollout: Rollout[TaskData], data: TaskData, llm: LLM, trajectory: Trajectory, deadline: Deadline
+) -> None:
     """Run the user's function to its reward and write it on the trajectory.
 
     A function that ignores its cancellation is abandoned after ``CANCEL_GRACE_S``: it can delay nobody.
@@ -165,15 +190,15 @@ async def play(rollout: Rollout[TaskData], data: TaskData, llm: LLM, trajectory:
     """
     running = asyncio.ensure_future(rollout(data, llm))
     try:
-        done, _ = await asyncio.wait({running}, timeout=timeout_s)
+        await deadline.wait_for(running)
     except asyncio.CancelledError:
         await _cancel(running)
         raise
     finally:
         llm.close()
-    if not done:
+    if not running.done():
         await _cancel(running)
-        raise RolloutTimeoutError(f"no reward after {timeout_s:g} s (rollout_timeout_s)")
+        raise RolloutTimeoutError(f"no reward after {deadline.timeout_s:g} s (rollout_timeout_s)")
     if running.cancelled():
         raise RolloutError("the rollout function cancelled itself")
     reward = _checked(running.result())

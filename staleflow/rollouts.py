@@ -13,15 +13,15 @@ from typing import Generic, assert_never
 from staleflow import clock
 from staleflow._core import Refusal, StalenessLedger
 from staleflow.config import Config
-from staleflow.coordinator import Admit, Command, Coordinator, Route, Snapshot, Sync
+from staleflow.coordinator import Admit, Command, Coordinator, Migrate, Route, Snapshot, Sync
 from staleflow.events import Admitted, Routed, SourceEnded, Stalled, SyncBegan, Synced, TaskFetched
 from staleflow.fleet import Fleet
 from staleflow.members import Members, Spawn
-from staleflow.parameter_server.base import ParameterServer
 from staleflow.recorder import Recorder
 from staleflow.store import Group, TrajectoryStore
 from staleflow.tasks import TaskSource
-from staleflow.types import Task, TaskData
+from staleflow.types import SyncMode, Task, TaskData
+from staleflow.weight_sync import WeightSync
 
 STALL_WARNING_S = 120.0
 LISTED = 4
@@ -42,7 +42,7 @@ class Rollouts(Generic[TaskData]):
         ledger: StalenessLedger,
         store: TrajectoryStore[TaskData],
         fleet: Fleet,
-        weights: ParameterServer,
+        weight_sync: WeightSync,
         recorder: Recorder,
         members: Members[TaskData],
         spawn: Spawn,
@@ -57,7 +57,7 @@ class Rollouts(Generic[TaskData]):
         self._ledger = ledger
         self._store = store
         self._fleet = fleet
-        self._weights = weights
+        self._weight_sync = weight_sync
         self._recorder = recorder
         self._members = members
         self._spawn = spawn
@@ -112,6 +112,9 @@ class Rollouts(Generic[TaskData]):
         while True:
             await self._members.changed.wait()
             self._members.changed.clear()
+            # What was migrated has its engine already.
+            for arrival in self._fleet.arrivals():
+                self._carry_out(Route(*arrival))
             for command in self._coordinator.decide(self._snapshot()):
                 self._carry_out(command)
 
@@ -135,6 +138,7 @@ class Rollouts(Generic[TaskData]):
             group_size=self._members_each,
             wanted_groups=self._wanted_groups(),
             published=self._ledger.published,
+            running=self._fleet.running_requests,
         )
 
     def _wanted_groups(self) -> int:
@@ -150,9 +154,11 @@ class Rollouts(Generic[TaskData]):
                     self._recorder.event(Routed(self._recorder.t(), request_id, engine))
             case Admit(engine):
                 self._admit(self._fleet.version(engine))
-            case Sync(engine, version):
-                self._begin_sync(engine, version)
-                self._spawn(self._sync(engine, version), f"sync {engine}")
+            case Sync(engine, version, mode):
+                if self._begin_sync(engine, version, mode):
+                    self._spawn(self._sync(engine, version, mode), f"sync {engine}")
+            case Migrate(request_id, engine):
+                self._spawn(self._fleet.migrate(request_id, engine), f"migrate {request_id}")
             case _:
                 assert_never(command)
 
@@ -170,16 +176,18 @@ class Rollouts(Generic[TaskData]):
         self._recorder.event(Admitted(self._recorder.t(), group.id, group.task.id, version))
 
     async def sync_all(self, version: int) -> None:
-        """Have every engine confirm a version, whatever the coordinator would do."""
+        """Have every engine that is there pull a version, whatever the coordinator would do."""
         async with asyncio.TaskGroup() as syncing:
             for engine in range(len(self._fleet.engines)):
-                self._begin_sync(engine, version)
-                syncing.create_task(self._sync(engine, version))
+                if self._begin_sync(engine, version, "keep"):
+                    syncing.create_task(self._sync(engine, version, "keep"))
 
-    def _begin_sync(self, engine: int, version: int) -> None:
-        self._fleet.begin_sync(engine)
-        self._recorder.event(SyncBegan(self._recorder.t(), engine, version))
+    def _begin_sync(self, engine: int, version: int, mode: SyncMode) -> bool:
+        begun = self._weight_sync.begin(engine, mode)
+        if begun:
+            self._recorder.event(SyncBegan(self._recorder.t(), engine, version, mode))
+        return begun
 
-    async def _sync(self, engine: int, version: int) -> None:
-        await self._fleet.sync(engine, version, self._weights)
-        self._recorder.event(Synced(self._recorder.t(), engine, version))
+    async def _sync(self, engine: int, version: int, mode: SyncMode) -> None:
+        if await self._weight_sync.carry_out(engine, version, mode):
+            self._recorder.event(Synced(self._recorder.t(), engine, version))

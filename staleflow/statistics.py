@@ -65,8 +65,24 @@ class Accounting(msgspec.Struct, frozen=True):
     truncated: int
 
 
+class FleetStatistics(msgspec.Struct, frozen=True):
+    """How the engines are, and what has happened to them in this process.
+
+    ``serving`` have confirmed a version and live. ``deaths`` counts failed starts and failed weight updates as well.
+    ``interrupted`` counts requests that an engine has let go of, by why (:class:`staleflow.types.Interruption`);
+    ``discarded_tokens`` were sampled for calls that had to start over.
+    """
+
+    serving: int
+    deaths: int
+    restarts: int
+    retired: int
+    interrupted: dict[str, int]
+    discarded_tokens: int
+
+
 class PipelineStatistics(msgspec.Struct, frozen=True):
-    """The state of a run at one moment; ``Pipeline.statistics()``. The last two are as in :class:`Report`."""
+    """The state of a run at one moment; ``Pipeline.statistics()``; token counts are as in :class:`Report`."""
 
     phase: str
     step: int
@@ -84,6 +100,7 @@ class PipelineStatistics(msgspec.Struct, frozen=True):
     waiting_requests: int
     failed_attempts: int
     loop_lag_p99_ms: float
+    fleet: FleetStatistics
     reused_tokens: int = 0
     dropped_tokens: int = 0
 
@@ -113,6 +130,7 @@ class Report(msgspec.Struct, frozen=True):
     rollout_wait_s: float
     loop_lag_p99_ms: float
     accounting: Accounting
+    fleet: FleetStatistics
     run_dir: str
     reused_tokens: int = 0
     dropped_tokens: int = 0

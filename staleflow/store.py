@@ -147,10 +147,11 @@ class TrajectoryStore(Generic[TaskData]):
         """Take a request out of the queue if it is still there."""
         self._waiting.pop(request_id, None)
 
-    def route(self, request_id: str, engine: int) -> bool:
-        """Give a waiting request its engine; False when it no longer waits."""
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is None or waiting.chosen.done():
+    def route(self, request_id: str, engine: int, version: int) -> bool:
+        """Give a waiting request its engine, of ``version``; False if it waits no longer, or for a newer one."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None or waiting.chosen.done() or version < waiting.min_version:
             return False
+        del self._waiting[request_id]
         waiting.chosen.set_result(engine)
         return True

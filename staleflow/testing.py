@@ -90,6 +90,9 @@ class ScriptedEngine:
         update_s: seconds a weight update takes.
         capacity: requests run at once, as far as the coordinator is told.
         tokenizer: for prompts that are text.
+
+    It may be started again after a :meth:`stop`; then it serves version 0 and has forgotten its requests. The logprob
+    of every sampled token is -1, that of a prompt token -1 less the version.
     """
 
     def __init__(
@@ -118,7 +121,11 @@ class ScriptedEngine:
         self._decoding.set()
 
     async def start(self, name: str, log_folder: Path) -> None:
-        """Nothing to load."""
+        """Serve the initial weights."""
+        self.version = 0
+        self.stopped = False
+        self._running.clear()
+        self._decoding.set()
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -138,12 +145,18 @@ class ScriptedEngine:
                 break
             versions.append(self.version)
         sampled = len(versions)
-        finish_reason: FinishReason = "stop" if sampled == len(token_ids) else "truncated"
+        ended: FinishReason = "length" if sampled == request.max_new_tokens else "stop"
+        finish_reason: FinishReason = ended if sampled == len(token_ids) else "interrupted"
         self._running.discard(request.request_id)
-        return Generation(request.request_id, token_ids[:sampled], [-1.0] * sampled, versions, finish_reason)
+        prompt_logprobs = (
+            [-1.0 - versions[0]] * (len(request.token_ids) - 1) if request.prompt_logprobs and sampled else []
+        )
+        return Generation(
+            request.request_id, token_ids[:sampled], [-1.0] * sampled, versions, finish_reason, prompt_logprobs
+        )
 
-    async def truncate(self, request_id: str) -> None:
-        """End a request in place of its next token."""
+    async def interrupt(self, request_id: str) -> None:
+        """Let go of a request in place of its next token."""
         self._running.discard(request_id)
 
     async def update_weights(self, version: int, weights: Path) -> int:

@@ -4,6 +4,7 @@ All of it is data. Per token a record keeps four things: token id, behaviour log
 the policy sampled it or the environment injected it (``docs/glossary.md``).
 """
 
+from enum import StrEnum
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -11,8 +12,32 @@ import msgspec
 TaskData = TypeVar("TaskData")
 
 FinishReason: TypeAlias = Literal["stop", "length", "truncated", "interrupted"]
-"""Why an engine stopped: it sampled an end token, it reached ``max_new_tokens``, it was told to end the request early,
-or it let go of a request that is to go on elsewhere or later."""
+"""Why sampling stopped: at an end token, at ``max_new_tokens``, because the straggler policy has cut the trajectory
+short, or because the engine let go of a request, which is to go on elsewhere or later. No engine says ``"truncated"``,
+no rollout sees ``"interrupted"``."""
+
+SyncMode: TypeAlias = Literal["keep", "recompute", "drain", "abort"]
+"""What a weight update does to running requests: they go on over their cache; go on with their tokens computed anew;
+finish first; or start over (``docs/design/engines.md``)."""
+
+
+class Interruption(StrEnum):
+    """Why an engine let go of a request."""
+
+    TRUNCATE = "truncate"
+    """The straggler policy wants no more of it."""
+    RECOMPUTE = "recompute"
+    """The engine syncs, and the rest is to be sampled over a cache of the new weights."""
+    DRAIN = "drain"
+    """The engine syncs, and the request did not end in time."""
+    ABORT = "abort"
+    """The engine syncs, and the call is to start over."""
+    MIGRATE = "migrate"
+    """Another engine is to go on with it."""
+    DEATH = "death"
+    """The engine died; the tokens it had sampled are lost."""
+    ENGINE = "engine"
+    """The engine did so by itself."""
 
 
 class Task(msgspec.Struct, Generic[TaskData], frozen=True):
@@ -23,18 +48,24 @@ class Task(msgspec.Struct, Generic[TaskData], frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """Ask an engine to continue ``token_ids`` by at most ``max_new_tokens``."""
+    """Ask an engine to continue ``token_ids`` by at most ``max_new_tokens``.
+
+    ``prompt_logprobs`` asks for those of the prompt as well.
+    """
 
     request_id: str
     token_ids: list[int]
     max_new_tokens: int
+    prompt_logprobs: bool = False
 
 
 class Generation(msgspec.Struct, frozen=True):
     """An engine's answer; the three lists have one entry per sampled token, the end token included.
 
     ``logprobs`` are those of the distribution that was really sampled from (after temperature); ``versions`` are
-    what the engine reports, token by token, not what the controller believed.
+    what the engine reports, token by token, not what the controller believed. ``prompt_logprobs`` has one entry per
+    prompt token after the first, under the weights that sampled the first token; it is empty unless it was asked for,
+    and where the engine cannot give it.
     """
 
     request_id: str
@@ -42,6 +73,7 @@ class Generation(msgspec.Struct, frozen=True):
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason
+    prompt_logprobs: list[float] = []
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -69,13 +101,21 @@ class Turn(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
 
 
+class Prefix(msgspec.Struct, frozen=True):
+    """How the weights of ``version`` see the first tokens that a trajectory has sampled: a logprob each, in order."""
+
+    version: int
+    logprobs: list[float]
+
+
 class Trajectory(msgspec.Struct):
     """One member of a group: everything the policy saw and said for one task, and what it earned.
 
     Times are seconds on the controller's clock, of admission, of the first sampled segment's arrival and of the reward.
     They are three on purpose: a trajectory stamped only when it was admitted looks older than it is, one stamped only
     when it finished looks younger. ``requests`` counts those this attempt has sent to engines, whatever came of them.
-    ``truncated`` says that the straggler policy has cut it short.
+    ``truncated`` says that the straggler policy has cut it short. ``prefix`` is of the newest sync in mode
+    ``recompute``; the behaviour logprobs in the segments stay what they were.
     """
 
     task: int
@@ -90,6 +130,7 @@ class Trajectory(msgspec.Struct):
     finished_s: float | None = None
     reward: float | None = None
     truncated: bool = False
+    prefix: Prefix | None = None
 
     @property
     def newest_request_id(self) -> str:
@@ -119,6 +160,21 @@ class Trajectory(msgspec.Struct):
         segments = self.segments[begin:end]
         injected = [token for segment in segments if not segment.sampled for token in segment.token_ids]
         return injected, [segment for segment in segments if segment.sampled]
+
+    def begin_turn_again(self) -> int:
+        """Forget what was sampled in the newest turn; returns how many tokens that was."""
+        injected, sampled = self.turn(len(self.turns) - 1)
+        self.rewind(self.turns[-1].first_segment + (1 if injected else 0))
+        return sum(len(segment.token_ids) for segment in sampled)
+
+    def rewind(self, segments: int) -> None:
+        """Forget everything after the first so many segments."""
+        del self.segments[segments:]
+        sampled = self.sampled_tokens
+        if sampled == 0:
+            self.first_segment_s = None
+        if self.prefix is not None:
+            self.prefix = Prefix(self.prefix.version, self.prefix.logprobs[:sampled]) if sampled else None
 
 
 class TrainBatch(msgspec.Struct, frozen=True):

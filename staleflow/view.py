@@ -48,6 +48,7 @@ def _table(now: PipelineStatistics) -> Table:
         ("tokens/s", f"{now.tokens_per_s:,.0f} trained"),
         ("live groups", f"{now.live_groups}"),
         ("requests", f"{now.running_requests} running, {now.waiting_requests} waiting"),
+        ("engines", f"{now.fleet.serving} serving, {now.fleet.deaths} deaths, {now.fleet.retired} given up"),
         ("failed attempts", f"{now.failed_attempts}"),
         ("loop lag p99", f"{now.loop_lag_p99_ms:.1f} ms"),
     )

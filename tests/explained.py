@@ -10,7 +10,7 @@ import pytest
 from support import Scripted, ScriptedRun
 
 from staleflow import LLM, Config, ListTasks
-from staleflow.events import Answered, Dropped, PhaseBegan, Routed
+from staleflow.events import Answered, Dropped, Interrupted, PhaseBegan, Routed
 from staleflow.explain import Cause, Explanation, TrainerWait, Waiting, explain, read_run
 from staleflow.testing import ScriptedEngine, ScriptedTrainer
 from staleflow.types import GenerateRequest, Generation, Task
@@ -87,7 +87,7 @@ def idle_s(run: ScriptedRun, engine: int, found: Explanation) -> float:
     events = run.events()
     begin_s = next(event.t for event in events if isinstance(event, PhaseBegan) and event.phase == "training")
     end_s = begin_s + found.training_s
-    ended = {event.request: event.t for event in events if isinstance(event, Answered | Dropped)}
+    ended = {event.request: event.t for event in events if isinstance(event, Answered | Interrupted | Dropped)}
     busy = sorted(
         (max(event.t, begin_s), min(ended[event.request], end_s))
         for event in events

@@ -165,13 +165,14 @@ class Replay:
     """The protocol in its plainest form: groups by state, checked after every event.
 
     It shares no code with the ledger. Deadlines follow the version a group was admitted at, raised at completion to
-    the oldest token of its members.
+    the oldest token of its members. ``live`` are the groups that are running or complete.
     """
 
     config: Config
     next_batch: int = 0
     published: int = 0
     state: dict[int, str] = field(default_factory=dict)
+    live: set[int] = field(default_factory=set)
     version: dict[int, int] = field(default_factory=dict)
     task: dict[int, int] = field(default_factory=dict)
     finished: dict[int, dict[int, Finished]] = field(default_factory=dict)
@@ -186,6 +187,7 @@ class Replay:
                 assert self.next_batch - self.config.max_staleness <= version <= self.published
                 self.state[group], self.version[group], self.task[group] = "running", version, task
                 self.finished[group] = {}
+                self.live.add(group)
             case Finished(group=group, member=member, versions=(oldest, newest)):
                 assert self.state[group] == "running"
                 assert member not in self.finished[group]
@@ -221,6 +223,9 @@ class Replay:
                 for group in self.batches[version - 1]:
                     self._move(group, "trained", only_from={"leased"})
                     self.trained.append(group)
+            case _:
+                # Most events, by far: nothing has changed that the law speaks of.
+                return
         self._check_capacity()
 
     def _consume(self, batch: int, groups: tuple[int, ...]) -> None:
@@ -236,16 +241,14 @@ class Replay:
     def _move(self, group: int, state: str, *, only_from: set[str]) -> None:
         assert self.state[group] in only_from, f"group {group} went from {self.state[group]} to {state}"
         self.state[group] = state
+        if state != "complete":
+            self.live.discard(group)
 
     def _check_capacity(self) -> None:
         if self.config.extra_groups > 0:
             # Only admission looks at the law then.
             return
-        deadlines = [
-            self.version[group] + self.config.max_staleness
-            for group, state in self.state.items()
-            if state in ("running", "complete")
-        ]
+        deadlines = [self.version[group] + self.config.max_staleness for group in self.live]
         for batch in range(self.next_batch, self.next_batch + self.config.max_staleness + 1):
             due = sum(deadline <= batch for deadline in deadlines)
             assert due <= (batch - self.next_batch + 1) * self.config.batch_size

@@ -2,13 +2,13 @@ import random
 
 import pytest
 
-from staleflow.coordinator import Admit, EngineView, Health, LeastLoad, Route, Snapshot, Sync, WaitingRequest
+from staleflow.coordinator import Admit, Command, EngineView, Health, LeastLoad, Route, Snapshot, Sync, WaitingRequest
 
 
 def engine(
     index: int, *, version: int = 0, running: int = 0, capacity: int = 4, health: Health = Health.HEALTHY
 ) -> EngineView:
-    return EngineView(index, version, health, running, capacity)
+    return EngineView(index, version, health, health in (Health.HEALTHY, Health.SYNCING), running, capacity)
 
 
 def snapshot(
@@ -23,7 +23,7 @@ def snapshot(
     return Snapshot(engines, requests, running_members, group_size, wanted_groups, published)
 
 
-def decide(snapshot: Snapshot) -> list[Route | Admit | Sync]:
+def decide(snapshot: Snapshot) -> list[Command]:
     return LeastLoad().decide(snapshot)
 
 
@@ -92,7 +92,8 @@ def test_decision_is_a_function_of_the_snapshot_and_never_overloads(seed: int) -
         if isinstance(command, Route):
             running[command.engine] += 1
             assert running[command.engine] <= engines[command.engine].capacity
+            assert engines[command.engine].open
             assert engines[command.engine].version >= needs.pop(command.request_id)
     # Whoever still waits has no engine with room that is new enough.
     for version in needs.values():
-        assert not [e for e in engines if e.version >= version and running[e.engine] < e.capacity]
+        assert not [e for e in engines if e.open and e.version >= version and running[e.engine] < e.capacity]

@@ -197,7 +197,7 @@ def test_cancelled_requests_leave_room(serving: Serving) -> None:
     serving.run(main())
 
 
-def test_truncated_requests_answer_with_what_they_have_sampled(
+def test_interrupted_requests_answer_with_what_they_have_sampled(
     serving: Serving, endless: Path, random_weights: Path
 ) -> None:
     async def main() -> list[Generation]:
@@ -207,7 +207,7 @@ def test_truncated_requests_answer_with_what_they_have_sampled(
         # Runs beside them from the start, as one of the first.
         await marker
         for index in range(24):
-            await serving.engine.truncate(f"t{index}")
+            await serving.engine.interrupt(f"t{index}")
         ended = await asyncio.gather(*long)
         assert len((await kept).token_ids) == 200
         assert serving.engine._generations == {}
@@ -216,7 +216,7 @@ def test_truncated_requests_answer_with_what_they_have_sampled(
     plain = load(endless)
     sampled = []
     for generation in serving.run(main()):
-        assert generation.finish_reason == "truncated"
+        assert generation.finish_reason == "interrupted"
         sampled.append(len(generation.token_ids))
         expected = plain_logprobs(plain, PROMPT, generation.token_ids)
         assert generation.logprobs == pytest.approx(expected, abs=1e-4)
@@ -224,14 +224,14 @@ def test_truncated_requests_answer_with_what_they_have_sampled(
     assert min(sampled) == 0, "those that were still waiting had sampled nothing"
 
 
-def test_truncation_of_what_has_ended_does_nothing(serving: Serving) -> None:
+def test_interruption_of_what_has_ended_does_nothing(serving: Serving) -> None:
     async def main() -> None:
         running = serving.ask("u", 50)
         await serving.ask("u-short", 3)
         running.cancel()
         await asyncio.wait({running})
         for request in ("u", "u-short", "u-never"):
-            await serving.engine.truncate(request)
+            await serving.engine.interrupt(request)
         assert len((await serving.ask("u-later", 3)).token_ids) == 3
 
     serving.run(main())

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from staleflow import LLM, Completion, Trajectory
 from staleflow.errors import ContextError, RewardError, RolloutError, RolloutTimeoutError
-from staleflow.rollout import CANCEL_GRACE_S, Rollout, play
+from staleflow.outage import Outage
+from staleflow.rollout import CANCEL_GRACE_S, Deadline, Rollout, play
 from staleflow.testing import run_virtually
 from staleflow.types import FinishReason, Segment
 
@@ -27,12 +28,19 @@ def llm_of(trajectory: Trajectory, *, answer: Sequence[int] = (7, 8), tokenizer:
     return LLM(trajectory, generate, tokenizer, max_model_tokens=16)
 
 
+def deadline(timeout_s: float) -> Deadline:
+    """One that no engine's death extends."""
+    outage = Outage()
+    outage.update(serves=True)
+    return Deadline(timeout_s, outage)
+
+
 def played(rollout: Rollout[int], timeout_s: float = 10.0) -> tuple[Trajectory, float]:
     """The trajectory, and the virtual second at which the play ended."""
 
     async def main() -> tuple[Trajectory, float]:
         result = trajectory()
-        await play(rollout, 0, llm_of(result), result, timeout_s)
+        await play(rollout, 0, llm_of(result), result, deadline(timeout_s))
         return result, asyncio.get_running_loop().time()
 
     return run_virtually(main())
@@ -112,7 +120,7 @@ def test_reward_without_a_sampled_token_is_refused() -> None:
         return 1.0
 
     async def main() -> None:
-        await play(rollout, 0, llm_of(result), result, 1.0)
+        await play(rollout, 0, llm_of(result), result, deadline(1.0))
 
     with pytest.raises(RolloutError, match="without sampling a token"):
         run_virtually(main())
@@ -164,7 +172,7 @@ def test_rollout_that_ignores_its_cancellation_is_left_behind(by: str) -> None:
 
     async def main() -> float:
         result = trajectory()
-        playing = asyncio.ensure_future(play(rollout, 0, llm_of(result), result, 10.0))
+        playing = asyncio.ensure_future(play(rollout, 0, llm_of(result), result, deadline(10.0)))
         if by == "cancellation":
             await asyncio.sleep(10.0)
             playing.cancel()

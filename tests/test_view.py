@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from staleflow import view
-from staleflow.statistics import PipelineStatistics
+from staleflow.statistics import FleetStatistics, PipelineStatistics
 from staleflow.testing import run_virtually
 
 # No two figures alike, so that none can stand in for another.
@@ -27,8 +27,10 @@ NOW = PipelineStatistics(
     waiting_requests=19,
     failed_attempts=28,
     loop_lag_p99_ms=6.5,
+    fleet=FleetStatistics(serving=5, deaths=9, restarts=8, retired=1, interrupted={}, discarded_tokens=0),
 )
-UNKNOWN = PipelineStatistics("starting", 0, 230, 0.0, None, None, 0.0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0.0)
+NO_FLEET = FleetStatistics(serving=0, deaths=0, restarts=0, retired=0, interrupted={}, discarded_tokens=0)
+UNKNOWN = PipelineStatistics("starting", 0, 230, 0.0, None, None, 0.0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0.0, NO_FLEET)
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, now: PipelineStatistics, *, terminal: bool, for_s: float = 0.1) -> str:
@@ -64,6 +66,7 @@ def test_table_has_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
         "tokens/s": "54,321 trained",
         "live groups": "41",
         "requests": "73 running, 19 waiting",
+        "engines": "5 serving, 9 deaths, 1 given up",
         "failed attempts": "28",
         "loop lag p99": "6.5 ms",
     }

@@ -16,7 +16,10 @@ from staleflow.types import GenerateRequest, Generation
 
 
 class Engine(Protocol):
-    """One inference engine. Everything but ``start`` may be called only between ``start`` and ``stop``."""
+    """One inference engine. Everything but ``start`` may be called only between ``start`` and ``stop``.
+
+    An engine that has died is stopped, and may be started again; then it knows nothing of its life before.
+    """
 
     @property
     def settings(self) -> object:
@@ -41,17 +44,22 @@ class Engine(Protocol):
         """Serve until cancelled. Raises :class:`EngineError` when the engine dies."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Continue a prompt. Cancelling the call cancels the request."""
+        """Continue a prompt. Cancelling the call cancels the request.
 
-    async def truncate(self, request_id: str) -> None:
-        """End a request early: its ``generate`` returns the tokens sampled so far, maybe none, as ``"truncated"``.
+        Raises :class:`EngineError` when this request cannot be served, and :class:`EngineGoneError` when the engine has
+        died; it may also stay silent then, since :meth:`run` tells.
+        """
 
-        Nothing happens if the request has ended already.
+    async def interrupt(self, request_id: str) -> None:
+        """Let go of a request: its ``generate`` returns the tokens sampled so far, maybe none, as ``"interrupted"``.
+
+        One that has just sampled its last token ends by ``"stop"`` or ``"length"`` as always. Nothing happens if the
+        request has ended already; whoever must be sure asks again.
         """
 
     async def update_weights(self, version: int, weights: Path) -> int:
         """Swap in the weights of a folder between two decode steps, keeping running requests; returns the version now
-        served."""
+        served. An engine that raises :class:`EngineError` is taken for dead: it may hold half of the weights."""
 
     async def pause(self) -> None:
         """Stop decoding after the current step; running requests keep their cache."""
@@ -77,8 +85,8 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
 def check_generation(request: GenerateRequest, generation: Generation, *, oldest: int, published: int) -> None:
     """Refuse a malformed reply at the door; raises :class:`EngineError` that names what is wrong.
 
-    ``oldest`` is the version the request was allowed to start from: an older token would be staler than the ledger
-    has accounted for.
+    ``oldest`` is the version that the engine had confirmed when it got the request: an older token would be staler than
+    anyone has accounted for.
     """
     wrong = _malformation(request, generation, oldest, published)
     if wrong is not None:
@@ -91,6 +99,8 @@ def _malformation(request: GenerateRequest, generation: Generation, oldest: int,
         return f"it answers request {generation.request_id}"
     if not len(tokens) == len(logprobs) == len(versions):
         return f"{len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions; they must be as many"
+    if generation.finish_reason == "truncated":
+        return "it ended as truncated; an engine that is told to let go says interrupted"
     fewest = 1 if generation.finish_reason in ("stop", "length") else 0
     if not fewest <= len(tokens) <= request.max_new_tokens:
         return f"{len(tokens)} tokens; at least {fewest} and at most {request.max_new_tokens} were asked for"
@@ -102,4 +112,12 @@ def _malformation(request: GenerateRequest, generation: Generation, oldest: int,
             return f"version {version} at token {position}; it must be between {oldest} and {published}"
     if any(later < earlier for earlier, later in itertools.pairwise(versions)):
         return f"versions go backwards: {versions}"
-    return None
+    return _malformed_prompt(request, generation.prompt_logprobs)
+
+
+def _malformed_prompt(request: GenerateRequest, logprobs: list[float]) -> str | None:
+    expected = len(request.token_ids) - 1 if request.prompt_logprobs else 0
+    if logprobs and len(logprobs) != expected:
+        return f"{len(logprobs)} prompt logprobs; {expected} were asked for"
+    wrong = next((logprob for logprob in logprobs if not math.isfinite(logprob) or logprob > 1e-4), None)
+    return None if wrong is None else f"prompt logprob {wrong} is not the logarithm of a probability"

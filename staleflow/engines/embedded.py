@@ -46,8 +46,8 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     request_id: str
 
 
-class Truncate(msgspec.Struct, tag=True, frozen=True):
-    """End one request with what it has sampled; its answer follows, unless it is on its way already."""
+class Interrupt(msgspec.Struct, tag=True, frozen=True):
+    """Let go of one request; its answer follows, unless it is on its way already."""
 
     request_id: str
 
@@ -92,7 +92,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     version: int
 
 
-ToChild: TypeAlias = Setup | Generate | Cancel | Truncate | UpdateWeights | Pause | Resume
+ToChild: TypeAlias = Setup | Generate | Cancel | Interrupt | UpdateWeights | Pause | Resume
 FromChild: TypeAlias = Ready | Generated | GenerateFailed | Done
 
 
@@ -154,6 +154,8 @@ class EmbeddedEngine:
 
     async def start(self, name: str, log_folder: Path) -> None:
         """Spawn the child and wait until the model is loaded; raises :class:`EngineError` with its last log lines."""
+        self._generations.clear()
+        self._unconfirmed.clear()
         self._child = await Child.spawn(
             name,
             "staleflow.engines.embedded_server",
@@ -201,7 +203,7 @@ class EmbeddedEngine:
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._generations[request.request_id] = future
         try:
-            # Of a dead child `run` tells, once, and ends the run. To each rollout it is silent: none has failed.
+            # Of a dead child `run` tells, once. To each request it is silent: none has failed.
             with suppress(EngineError):
                 await child.send(Generate(request))
             return await future
@@ -213,11 +215,11 @@ class EmbeddedEngine:
                     await child.send(Cancel(request.request_id))
             raise
 
-    async def truncate(self, request_id: str) -> None:
-        """End a request early; see :class:`staleflow.engines.base.Engine`."""
+    async def interrupt(self, request_id: str) -> None:
+        """Let go of a request; see :class:`staleflow.engines.base.Engine`."""
         # As with `generate`, of a dead child `run` tells.
         with suppress(EngineError):
-            await self._running().send(Truncate(request_id))
+            await self._running().send(Interrupt(request_id))
 
     async def update_weights(self, version: int, weights: Path) -> int:
         """Swap weights between two decode steps; returns the version that the child confirms."""

@@ -36,12 +36,12 @@ from staleflow.engines.embedded import (
     Generate,
     Generated,
     GenerateFailed,
+    Interrupt,
     Pause,
     Ready,
     Resume,
     Setup,
     ToChild,
-    Truncate,
     UpdateWeights,
 )
 from staleflow.process import Parent
@@ -116,7 +116,7 @@ class Server:
         if end_token_ids is None:
             end_token_ids = model.config.eos_token_id
         SCHEDULER_MAPPING["cancellable"] = partial(  # type: ignore[assignment] # it is only ever called
-            CancellableScheduler, self._deliver_truncated
+            CancellableScheduler, self._deliver_interrupted
         )
         self._manager: ContinuousBatchingManager = model.init_continuous_batching(
             generation_config=GenerationConfig(
@@ -163,7 +163,7 @@ class Server:
             case Cancel(request_id):
                 if self._oldest.pop(request_id, None) is not None:
                     self._manager.cancel_request(request_id)
-            case Truncate(request_id):
+            case Interrupt(request_id):
                 if request_id in self._oldest:
                     self._manager.cancel_request(request_id)
             case UpdateWeights(version, weights):
@@ -231,11 +231,11 @@ class Server:
         sys.stderr.flush()
         os._exit(1)
 
-    def _deliver_truncated(self, request: RequestState) -> None:
+    def _deliver_interrupted(self, request: RequestState) -> None:
         # Of one that the controller has cancelled nobody wants to hear; its entry is gone.
         oldest = self._oldest.pop(request.request_id, None)
         if oldest is not None:
-            self._send(request.to_generation_output(), oldest, "truncated")
+            self._send(request.to_generation_output(), oldest, "interrupted")
 
     def _send(self, output: GenerationOutput, oldest: int, finish_reason: FinishReason) -> None:
         tokens = output.generated_tokens

@@ -23,6 +23,9 @@ class Cause(StrEnum):
     """Too few groups are admitted, and the engines have no room for another."""
     SYNC = "sync"
     """Work is at hand that needs the published weights, and no engine that could do it has confirmed them."""
+    ENGINE_DOWN = "engine_down"
+    """The engine is dead, or has started again and confirmed no published version yet; if the trainer waits, every
+    engine is."""
     STALENESS_BOUND = "staleness_bound"
     """The trainer works, and every group that the bound allows is admitted."""
     NO_TASK = "no_task"
@@ -48,6 +51,8 @@ def phrase(cause: Cause) -> str:
             return "the engines have no room for another group"
         case Cause.SYNC:
             return "the published weights are still being pulled"
+        case Cause.ENGINE_DOWN:
+            return "an engine died and does not serve again yet"
         case Cause.STALENESS_BOUND:
             return "the staleness bound allows no further group"
         case Cause.NO_TASK:
@@ -71,7 +76,10 @@ def trainer_cause(now: Timeline) -> Cause:
         return _why_too_few_groups(now)
     groups = [group for _, group in _blocking_groups(now)]
     tally = {activity: sum([group.tally[activity] for group in groups]) for activity in now.tally}
-    return _by_activity(prevailing(tally)) if any(tally.values()) else Cause.CONTROLLER
+    if not any(tally.values()):
+        return Cause.CONTROLLER
+    cause = _by_activity(prevailing(tally))
+    return Cause.ENGINE_DOWN if cause is Cause.QUEUED and all(engine.down for engine in now.engines) else cause
 
 
 def engine_causes(now: Timeline) -> list[Cause | None]:
@@ -81,7 +89,7 @@ def engine_causes(now: Timeline) -> list[Cause | None]:
     if now.queued_versions:
         return [None if engine.running else _why_not_routed(now, engine) for engine in now.engines]
     cause = _why_no_request(now)
-    return [None if engine.running else cause for engine in now.engines]
+    return [None if engine.running else _why_it_takes_none(engine) or cause for engine in now.engines]
 
 
 def admission_obstacle(now: Timeline) -> Cause | None:
@@ -91,7 +99,10 @@ def admission_obstacle(now: Timeline) -> Cause | None:
         return Cause.NOTHING_LEFT
     if now.source_ended and not now.task_at_hand:
         return Cause.SOURCE_ENDED
-    if not now.ledger.grants(max(engine.version for engine in now.engines)):
+    open_versions = [engine.version for engine in now.engines if not (engine.down or engine.closed)]
+    if not open_versions:
+        return Cause.ENGINE_DOWN if all(engine.pulls is None for engine in now.engines) else Cause.SYNC
+    if not now.ledger.grants(max(open_versions)):
         return Cause.SYNC if now.ledger.grants(facts.published) else Cause.STALENESS_BOUND
     return None if now.task_at_hand else Cause.NO_TASK
 
@@ -115,8 +126,16 @@ def first_blocker(now: Timeline, cause: Cause) -> Blocker | None:
 
 
 def _why_not_routed(now: Timeline, engine: Engine) -> Cause:
+    if (cause := _why_it_takes_none(engine)) is not None:
+        return cause
     could_serve = any(version <= engine.version for version in now.queued_versions)
     return Cause.CONTROLLER if could_serve else Cause.SYNC
+
+
+def _why_it_takes_none(engine: Engine) -> Cause | None:
+    if engine.down:
+        return Cause.ENGINE_DOWN if engine.pulls is None else Cause.SYNC
+    return Cause.SYNC if engine.closed else None
 
 
 def _why_no_request(now: Timeline) -> Cause:

@@ -17,6 +17,7 @@ from staleflow.events import (
     Admitted,
     ClosedShort,
     Consumed,
+    EngineDied,
     Event,
     Filtered,
     Finished,
@@ -77,7 +78,10 @@ def _engines(events: list[Event], settings: int) -> list[int]:
         return [settings]
     # The settings are those of the last process; in the first one an engine that did nothing is not missed.
     first = itertools.takewhile(lambda event: not isinstance(event, Resumed), events)
-    return [1 + max((event.engine for event in first if isinstance(event, SyncBegan | Routed)), default=0), *resumed]
+    return [
+        1 + max((event.engine for event in first if isinstance(event, SyncBegan | Routed | EngineDied)), default=0),
+        *resumed,
+    ]
 
 
 def _read(path: Path) -> bytes:

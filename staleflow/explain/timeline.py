@@ -22,12 +22,16 @@ from staleflow.events import (
     Completed,
     Consumed,
     Dropped,
+    EngineDied,
+    EngineRestarted,
+    EngineRetired,
     Evaluated,
     Event,
     Expired,
     Failed,
     Filtered,
     Finished,
+    Interrupted,
     PhaseBegan,
     Published,
     Released,
@@ -71,10 +75,14 @@ Trainer: TypeAlias = NoTraining | WaitsForBatch | TrainsBatch
 
 
 class Engine:
-    """An engine: the version it has confirmed, the one it pulls, and the number of requests it has not answered."""
+    """An engine: the version it has confirmed, the one it pulls, and the number of requests it has not answered.
+
+    It is ``down`` from its death until it serves again, and ``closed`` while it takes no request because it syncs.
+    """
 
     def __init__(self) -> None:
         self.version = 0
+        self.down = self.closed = False
         self.pulls: int | None = None
         self.running = 0
         self.idle_since_s = 0.0
@@ -113,6 +121,7 @@ class Timeline:
         self.phase = "starting"
         self.trainer: Trainer = NoTraining()
         self.batches_taken = 0
+        self.published = 0
         self.engines = [Engine() for _ in range(recording.engines[0])]
         self.groups: dict[int, Group] = {}
         self.tally = dict.fromkeys(Activity, 0)
@@ -125,7 +134,7 @@ class Timeline:
     def apply(self, event: Event) -> None:
         """Take in the next event. The ledger is moved on its own, once for all events of one time."""
         match event:
-            case Requested() | Routed() | Answered() | Dropped():
+            case Requested() | Routed() | Answered() | Interrupted() | Dropped():
                 self._apply_to_request(event)
             case Admitted() | Finished() | Failed() | Completed() | Filtered() | Aborted() | Expired():
                 self._apply_to_group(event)
@@ -137,13 +146,26 @@ class Timeline:
                 self.task_at_hand = True
             case SourceEnded():
                 self.source_ended = True
-            case SyncBegan(engine=engine, version=version):
-                self.engines[engine].pulls = version
-            case Synced(engine=engine, version=version):
-                self.engines[engine].version = version
-                self.engines[engine].pulls = None
+            case SyncBegan() | Synced() | EngineDied() | EngineRestarted() | EngineRetired():
+                self._apply_to_engine(event)
             case Truncated() | ClosedShort() | Evaluated() | Stalled() | Reused():
                 # A member cut short is answered, a group closed short is completed.
+                pass
+            case _:
+                assert_never(event)
+
+    def _apply_to_engine(self, event: SyncBegan | Synced | EngineDied | EngineRestarted | EngineRetired) -> None:
+        engine = self.engines[event.engine]
+        match event:
+            case SyncBegan(version=version, mode=mode):
+                engine.pulls, engine.closed = version, mode != "keep"
+            case Synced(version=version):
+                engine.version, engine.pulls, engine.down, engine.closed = version, None, False, False
+            case EngineDied():
+                engine.version, engine.pulls, engine.down, engine.closed = 0, None, True, False
+            case EngineRestarted():
+                engine.down = self.published > 0
+            case EngineRetired():
                 pass
             case _:
                 assert_never(event)
@@ -170,6 +192,7 @@ class Timeline:
                 self.trainer = TrainsBatch(batch, event.t)
                 self.batches_taken = batch + 1
             case Published(version=version):
+                self.published = version
                 self.trainer = WaitsForBatch(version, event.t) if version < self.steps else NoTraining()
             case CheckpointBegan():
                 self.trainer = NoTraining()
@@ -202,7 +225,7 @@ class Timeline:
             case _:
                 assert_never(event)
 
-    def _apply_to_request(self, event: Requested | Routed | Answered | Dropped) -> None:
+    def _apply_to_request(self, event: Requested | Routed | Answered | Interrupted | Dropped) -> None:
         match event:
             case Requested(request=name):
                 request = self._request(name)
@@ -215,7 +238,7 @@ class Timeline:
                 request.engine = engine
                 self.engines[engine].running += 1
                 self._do(request, Activity.RUNNING, event.t)
-            case Answered(request=name) | Dropped(request=name):
+            case Answered(request=name) | Interrupted(request=name) | Dropped(request=name):
                 request = self._requests.pop(name)
                 if request.engine is None:
                     self._leave_queue(request)

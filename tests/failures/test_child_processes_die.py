@@ -49,7 +49,7 @@ def make_pipeline(model: Path, folder: Path) -> Pipeline[list[int]]:
         rollout=rollout,
         engines=[EmbeddedEngine(model, capacity=8, cache_tokens=1024)],
         trainer=LocalTrainer(model),
-        config=Config(steps=1_000_000, batch_size=2, group_size=2),
+        config=Config(steps=1_000_000, batch_size=2, group_size=2, engine_restarts=0),
         parameter_server=SharedMemoryParameterServer(folder / "weights"),
         run_dir=folder / "run",
         progress=False,

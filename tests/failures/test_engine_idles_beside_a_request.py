@@ -17,7 +17,7 @@ def test_H6_cancelled_request_is_not_offered_to_an_engine() -> None:
         cancelled, waiting = store.wait_for_engine("cancelled", 0), store.wait_for_engine("waiting", 0)
         cancelled.cancel()
         assert [request.request_id for request in store.waiting] == ["waiting"]
-        assert not store.route("cancelled", 0)
+        assert not store.route("cancelled", 0, 0)
         assert not waiting.done()
 
     virtually(main())

@@ -17,7 +17,6 @@ from staleflow.types import GenerateRequest, Generation
 LIES: dict[str, dict[str, Any]] = {
     "fewer logprobs than tokens": {"logprobs": []},
     "version from the future": {"versions": [10_000]},
-    "version older than the group": {"versions": [-1]},
     "logprob nan": {"logprobs": [float("nan")]},
     "answer to another request": {"request_id": "9.9.9.9"},
 }
@@ -57,10 +56,10 @@ def test_H10_dead_engine_cancels_the_whole_run(scripted: Scripted) -> None:
     class Dies(ScriptedEngine):
         async def run(self) -> None:
             await asyncio.sleep(1.5)
-            raise EngineError("engine-1 was ended by SIGKILL")
+            raise EngineError("engine-0 was ended by SIGKILL")
 
-    run = scripted(Config(steps=1000, batch_size=2, group_size=2), engines=[ScriptedEngine(), Dies()])
-    assert str(run.fail(EngineError)) == "engine-1 was ended by SIGKILL"
+    run = scripted(Config(steps=1000, batch_size=2, group_size=2, engine_restarts=0), engines=[Dies()])
+    assert str(run.fail(EngineError)) == "engine-0 was ended by SIGKILL"
     assert run.trainer.saved == [run.run_dir / "checkpoint"]
     assert run.events()[-1].t < 3
 
@@ -70,9 +69,10 @@ def test_H9_engine_that_cannot_start_ends_the_run_at_once(scripted: Scripted) ->
         async def start(self, name: str, log_folder: Path) -> None:
             raise EngineError(f"{name} exited with code 1")
 
-    run = scripted(Config(steps=2, batch_size=2, group_size=2), engines=[ScriptedEngine(), CannotStart()])
-    assert str(run.fail(EngineError)) == "engine-1 exited with code 1"
+    run = scripted(Config(steps=2, batch_size=2, group_size=2, engine_restarts=0), engines=[CannotStart()])
+    assert str(run.fail(EngineError)) == "engine-0 exited with code 1"
     assert run.trainer.saved == []
+    assert run.events()[-1].t == 0
 
 
 @pytest.mark.parametrize("confirms", [None, -1, 1])
@@ -87,6 +87,6 @@ def test_V11_engine_that_does_not_confirm_the_new_version_ends_the_run(
                 raise EngineError("update failed")
             return version + confirms
 
-    run = scripted(Config(steps=9, batch_size=2, group_size=2), engines=[CannotUpdate()])
+    run = scripted(Config(steps=9, batch_size=2, group_size=2, engine_restarts=0), engines=[CannotUpdate()])
     assert ("update failed" if confirms is None else "confirmed version") in str(run.fail(EngineError))
     assert [event.version for event in run.events_of(Synced)] == [1]

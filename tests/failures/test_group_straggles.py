@@ -162,7 +162,7 @@ def test_members_are_hurried_once(scripted: Scripted, action: StragglerAction) -
     """An engine that does not stop when it is told to is not told again and again."""
 
     class Deaf(ScriptedEngine):
-        async def truncate(self, request_id: str) -> None:
+        async def interrupt(self, request_id: str) -> None:
             pass
 
     async def slow(task: int, llm: LLM) -> float:

@@ -1,0 +1,1 @@
+"""Proofs that take minutes, each a command of the Makefile."""

@@ -16,7 +16,7 @@ from support import Parts, Scripted, ScriptedRun, one_turn, virtually
 
 from staleflow import LLM, Config, Report, StragglerPolicy, checkpoints, uniform_rewards
 from staleflow.checkpoints import open_checkpoint
-from staleflow.errors import EngineError, TrainerError
+from staleflow.errors import TrainerError
 from staleflow.events import Answered, CheckpointBegan, CheckpointSaved, Consumed, Published, Released
 from staleflow.testing import ScriptedEngine, ScriptedTrainer
 from staleflow.types import GenerateRequest, Generation, StepMetrics, TrainBatch
@@ -215,12 +215,12 @@ def test_full_disk_leaves_the_older_checkpoint_and_is_said(
 
 @pytest.mark.parametrize("fails", ["before", "meanwhile"])
 def test_run_in_which_something_failed_is_not_saved(scripted: Scripted, fails: str) -> None:
-    class Dies(ScriptedEngine):
+    class Dies(ScriptedTrainer):
         async def run(self) -> None:
             await asyncio.sleep(2.0)
-            raise EngineError("died")
+            raise TrainerError("died")
 
-    run = scripted(CONFIG, engines=[Dies()], trainer=ScriptedTrainer(step_s=1.5))
+    run = scripted(CONFIG, trainer=Dies(step_s=1.5))
 
     async def main() -> None:
         life = asyncio.create_task(run.pipeline.run())
@@ -229,7 +229,7 @@ def test_run_in_which_something_failed_is_not_saved(scripted: Scripted, fails: s
             life.cancel()
         await life
 
-    with pytest.raises(EngineError):
+    with pytest.raises(TrainerError, match="died"):
         virtually(main())
     assert whole_checkpoints(run.run_dir) == []
     run.check_wound_down()

@@ -61,8 +61,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         max_failure_share: the run ends when more than this share of recent trajectories failed.
         evaluate_every_steps: play the held-out tasks once more after every so many steps, while training goes on;
             None for only before the first step and after the last.
-        checkpoint_every_steps: save a checkpoint to resume from after every so many steps, and after the last; None
-            for none. Training stands still meanwhile, rollout goes on.
+        checkpoint_every_steps: save a checkpoint to resume from after every so many steps, after the last, and when
+            the run is interrupted; None for none. Training stands still meanwhile, rollout goes on.
         keep_checkpoints: how many of the newest checkpoints stay, beside that of the best evaluation. With one alone,
             a step that ruins the model soon leaves none from before it.
     """

@@ -114,6 +114,7 @@ class Pipeline(Generic[TaskData]):
         self._trainer_ready = False
         self._spawned: set[asyncio.Task[None]] = set()
         self._failed = False
+        self._in_a_hurry = False
         self._phase = "new"
 
     @property
@@ -126,7 +127,7 @@ class Pipeline(Generic[TaskData]):
 
         Raises the first error of any part. Cancelled or failed, it saves the model if a step was trained, ends all
         child processes and then raises. Cancelled with ``checkpoint_every_steps`` it first lets a step that is under
-        way come to its end, and saves a checkpoint to resume from; cancelled again, it does without.
+        way come to its end, and saves a checkpoint to resume from; cancelled again, it saves nothing.
         """
         if self._phase != "new":
             raise ConfigError("a Pipeline runs once; make another one for another run")
@@ -158,7 +159,9 @@ class Pipeline(Generic[TaskData]):
                         # Before the rollouts are cancelled, which is what comes next. A run in which something has
                         # failed is not saved: its newest checkpoint is from before the failure.
                         if self._phase == "training" and not self._failed:
+                            self._in_a_hurry = True
                             await self._training.interrupt()
+                            self._in_a_hurry = False
                         raise
             except BaseExceptionGroup as errors:
                 _raise_first(errors)
@@ -326,7 +329,7 @@ class Pipeline(Generic[TaskData]):
 
     async def _shut_down(self) -> Exception | None:
         """Save what was trained, stop every part; returns what went wrong, for a run in which nothing else did."""
-        unsaved = self._phase != "done" and self._ledger.published > 0
+        unsaved = self._phase != "done" and self._ledger.published > 0 and (self._failed or not self._in_a_hurry)
         trouble: list[BaseException | None] = []
         try:
             self._rollouts.end("shut_down")

@@ -23,10 +23,10 @@ logger = logging.getLogger("staleflow")
 def run(pipeline: Pipeline[TaskData]) -> Report:
     """Run ``pipeline`` to its end on a new event loop (uvloop's where it is installed) and return its report.
 
-    Ctrl-C and SIGTERM end the run in order, with a checkpoint if a step was trained, and raise ``SystemExit(130)`` or
-    ``SystemExit(143)``. A second Ctrl-C does not wait for that. What a rollout function has left running is cancelled,
-    named in a warning if it goes on all the same, and not waited for. Inside a running event loop, await
-    :meth:`Pipeline.run` instead.
+    Ctrl-C and SIGTERM end the run in order, with the model saved if a step was trained and a checkpoint to resume from
+    if the run saves any, and raise ``SystemExit(130)`` or ``SystemExit(143)``. A second one does not wait for that.
+    What a rollout function has left running is cancelled, named in a warning if it goes on all the same, and not waited
+    for. Inside a running event loop, await :meth:`Pipeline.run` instead.
     """
     # What was imported before the run lives as long as the process; a full collection that walks all of it (torch,
     # say) would stop the event loop for a tenth of a second.

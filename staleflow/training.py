@@ -88,10 +88,10 @@ class Training(Generic[TaskData]):
         self._interrupted = True
         try:
             async with asyncio.timeout(SAVE_TIMEOUT_S):
-                if not self._between_steps.is_set():
-                    # It saves a checkpoint itself.
-                    await self._between_steps.wait()
-                elif self._ledger.published > 0:
+                in_step = not self._between_steps.is_set()
+                await self._between_steps.wait()
+                just_saved = in_step and self._checkpoint_due()
+                if self._ledger.published > 0 and not just_saved:
                     await self._checkpointing.save(self._checkpointing.cut())
         except (StaleflowError, TimeoutError) as error:
             logger.warning("no checkpoint of this moment could be saved: %s", str(error) or type(error).__name__)
@@ -121,7 +121,7 @@ class Training(Generic[TaskData]):
 
     def _checkpoint_due(self) -> bool:
         every, published = self._config.checkpoint_every_steps, self._ledger.published
-        return every is not None and (published % every == 0 or published == self._config.steps or self._interrupted)
+        return every is not None and (published % every == 0 or published == self._config.steps)
 
     async def _train_and_publish(self, batch: TrainBatch) -> tuple[StepMetrics, float, float]:
         """Train on a leased batch; returns the trainer's metrics and the seconds of training and of publishing."""

@@ -24,7 +24,10 @@ def killed(run: ScriptedRun, at_s: float, into: Path) -> Report | None:
             return life.result()
         if run.run_dir.exists():
             shutil.copytree(run.run_dir, into)
-        life.cancel()
+        # Twice, or it would first save what is lost anyway.
+        for _ in range(2):
+            life.cancel()
+            await asyncio.sleep(0)
         await asyncio.wait({life})
         return None
 

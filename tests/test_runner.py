@@ -49,10 +49,14 @@ class Trainer(ScriptedTrainer):
             say("trained")
         return await super().step(batch)
 
+    async def save_state(self, folder: Path) -> None:
+        say("saving its state")
+        await super().save_state(folder)
+
     async def save(self, folder: Path) -> None:
         say("saving")
         await asyncio.sleep(self._save_s)
-        folder.mkdir()  # noqa: ASYNC240 - nothing else runs any more
+        folder.mkdir(exist_ok=True)  # noqa: ASYNC240 - nothing else runs any more
         print("saved, and not flushed")
 
 
@@ -143,6 +147,10 @@ def main(scenario: str, folder: Path) -> None:
             run(folder, never_answers)
         case "with checkpoints":
             run(folder, every=1)
+        case "with a checkpoint at the end":
+            run(folder, every=10**6)
+        case "slow checkpoint":
+            run(folder, save_s=100.0, every=10**6)
         case "resumed":
             run(folder, steps=(newest_step(folder / "run") or 0) + 3, resume=True)
         case "slow save":
@@ -280,10 +288,6 @@ def test_judge_that_hangs_in_a_thread_cannot_keep_the_run(tmp_path: Path) -> Non
     assert "1 threads begun by rollout functions still run" in err
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
-
-
 def test_run_that_was_killed_goes_on_in_another_process(tmp_path: Path) -> None:
     with started("with checkpoints", tmp_path) as process:
         process.wait_for("trained")
@@ -304,7 +308,39 @@ def test_interrupted_run_tells_how_it_can_go_on(tmp_path: Path) -> None:
         code, _, err = process.end()
     assert code == 143
     run_dir, step = tmp_path / "run", newest_step(tmp_path / "run")
-    assert (
-        err
-        == f"\nInterrupted; the checkpoint is {run_dir / 'checkpoint'}; resume='{run_dir}' goes on after step {step}\n"
-    )
+    told = f"\nInterrupted; the checkpoint is {run_dir / 'checkpoint'}; resume='{run_dir}' goes on after step {step}\n"
+    assert err.endswith(told)
+    assert err.startswith("interrupted: a step that is under way is finished and a checkpoint saved, within 120 s;")
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_run_saves_a_checkpoint_though_none_is_due(
+    tmp_path: Path, number: signal.Signals, expected: int
+) -> None:
+    with started("with a checkpoint at the end", tmp_path) as process:
+        process.wait_for("trained")
+        process.send(number)
+        assert process.end()[0] == expected
+    step = newest_step(tmp_path / "run")
+    assert step is not None
+    assert step > 0
+    with started("resumed", tmp_path) as process:
+        code, out, err = process.end()
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == f"returned: all_steps_done after {step + 3} steps, failed {{}}"
+
+
+def test_second_interrupt_does_not_wait_for_the_checkpoint_to_resume_from(tmp_path: Path) -> None:
+    with started("slow checkpoint", tmp_path) as process:
+        process.wait_for("trained")
+        process.send(signal.SIGINT)
+        process.wait_for("saving its state")
+        process.send(signal.SIGINT)
+        code, _, err = process.end()
+    assert code == 130
+    assert "Interrupted; there is no checkpoint" in err
+    assert newest_step(tmp_path / "run") is None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -119,6 +119,7 @@ def test_killed_child_ends_the_run_with_its_name_and_signal(
         load(tmp_path / "run" / "checkpoint")
 
 
+@pytest.mark.timeout(400)
 def test_killed_engine_is_started_again_and_serves_a_published_version(model: Path, tmp_path: Path) -> None:
     pipeline = make_pipeline(model, tmp_path, engine_restarts=1)
 
@@ -129,7 +130,7 @@ def test_killed_engine_is_started_again_and_serves_a_published_version(model: Pa
 
     async def main() -> None:
         running = asyncio.create_task(pipeline.run())
-        async with asyncio.timeout(2 * START_S):
+        async with asyncio.timeout(3 * START_S):
             for happened in (partial(has_trained, tmp_path), came_back):
                 while not happened():
                     await asyncio.sleep(0.05)

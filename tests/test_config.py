@@ -18,7 +18,16 @@ def test_size_below_one_is_named(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["steps", "batch_size", "group_size", "max_staleness", "extra_groups", "extra_members", "max_attempts"],
+    [
+        "steps",
+        "batch_size",
+        "group_size",
+        "max_staleness",
+        "extra_groups",
+        "extra_members",
+        "max_attempts",
+        "engine_restarts",
+    ],
 )
 @pytest.mark.parametrize("value", [2.5, 3.0, "3", None])
 def test_size_that_is_no_whole_number_is_named(name: str, value: Any) -> None:
@@ -39,6 +48,9 @@ def test_evaluation_interval_may_only_be_a_whole_number_or_none(value: Any) -> N
         ("max_staleness", -1, "at least 0"),
         ("extra_groups", -1, "at least 0"),
         ("extra_members", -1, "at least 0"),
+        ("engine_restarts", -1, "at least 0"),
+        ("no_engine_timeout_s", 0, "above 0"),
+        ("drain_timeout_s", 0, "above 0"),
         ("rollout_timeout_s", 0, "above 0"),
         ("rollout_timeout_s", float("nan"), "above 0"),
         ("max_failure_share", -0.1, "between 0 and 1"),

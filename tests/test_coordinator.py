@@ -3,6 +3,8 @@ import random
 import pytest
 
 from staleflow.coordinator import Admit, Command, EngineView, Health, LeastLoad, Route, Snapshot, Sync, WaitingRequest
+from staleflow.errors import ConfigError
+from staleflow.types import SyncMode
 
 
 def engine(
@@ -97,3 +99,34 @@ def test_decision_is_a_function_of_the_snapshot_and_never_overloads(seed: int) -
     # Whoever still waits has no engine with room that is new enough.
     for version in needs.values():
         assert not [e for e in engines if e.open and e.version >= version and running[e.engine] < e.capacity]
+
+
+def test_stale_engine_is_synced_though_its_version_is_said_to_be_published() -> None:
+    engines = (engine(0, version=2, health=Health.STALE), engine(1, version=2))
+    assert decide(snapshot(*engines, published=2)) == [Sync(0, 2)]
+
+
+@pytest.mark.parametrize("health", [Health.STALE, Health.DEAD, Health.RETIRED])
+def test_engine_that_is_not_there_gets_nothing_and_counts_for_nothing(health: Health) -> None:
+    engines = (engine(0, version=3, health=health, capacity=100), engine(1, version=2, running=3))
+    view = snapshot(*engines, waiting=[("a", 0)], wanted_groups=1, running_members=3, group_size=1, published=3)
+    commands = decide(view)
+    assert Route("a", 1) in commands
+    assert Admit(0) not in commands
+
+
+def test_without_an_open_engine_nothing_is_routed_or_admitted() -> None:
+    view = snapshot(engine(0, health=Health.DEAD), waiting=[("a", 0)], wanted_groups=1)
+    assert decide(view) == []
+
+
+@pytest.mark.parametrize("mode", ["recompute", "drain", "abort"])
+def test_engine_that_is_about_to_close_takes_nothing_more(mode: SyncMode) -> None:
+    engines = (engine(0, version=1), engine(1, version=2, running=3))
+    view = snapshot(*engines, waiting=[("a", 0), ("b", 0)], published=2)
+    assert LeastLoad(sync_mode=mode).decide(view) == [Sync(0, 2, mode), Route("a", 1)]
+
+
+def test_unknown_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sync_mode is 'pause'; it must be one of keep, recompute, drain, abort"):
+        LeastLoad(sync_mode="pause")  # type: ignore[arg-type]

@@ -44,9 +44,33 @@ def test_well_formed_reply_is_taken(changes: dict[str, Any]) -> None:
         ({"versions": [2, 3, 4]}, "version 4 at token 2; it must be between 2 and 3"),
         ({"versions": [1, 2, 3]}, "version 1 at token 0; it must be between 2 and 3"),
         ({"versions": [3, 2, 3]}, "versions go backwards"),
+        ({"finish_reason": "truncated"}, "it ended as truncated"),
+        ({"prompt_logprobs": [-1.0]}, "1 prompt logprobs; 0 were asked for"),
         ({"request_id": "1.1.0.0"}, r"it answers request 1\.1\.0\.0"),
     ],
 )
 def test_malformed_reply_is_refused_and_says_what_is_wrong(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=r"engine reply to 1\.0\.0\.0 refused: .*" + message):
         check(**changes)
+
+
+@pytest.mark.parametrize("prompt_logprobs", [[], [-1.0]], ids=["cannot", "one per token after the first"])
+def test_prompt_logprobs_are_taken_where_they_were_asked_for(prompt_logprobs: list[float]) -> None:
+    request = msgspec.structs.replace(REQUEST, prompt_logprobs=True)
+    generation = msgspec.structs.replace(GOOD, prompt_logprobs=prompt_logprobs)
+    check_generation(request, generation, oldest=2, published=3)
+
+
+@pytest.mark.parametrize(
+    ("prompt_logprobs", "message"),
+    [([-1.0, -1.0], "2 prompt logprobs; 1 were asked for"), ([float("nan")], "prompt logprob nan is not")],
+)
+def test_malformed_prompt_logprobs_are_refused(prompt_logprobs: list[float], message: str) -> None:
+    request = msgspec.structs.replace(REQUEST, prompt_logprobs=True)
+    generation = msgspec.structs.replace(GOOD, prompt_logprobs=prompt_logprobs)
+    with pytest.raises(EngineError, match=message):
+        check_generation(request, generation, oldest=2, published=3)
+
+
+def test_interrupted_reply_may_be_empty() -> None:
+    check(token_ids=[], logprobs=[], versions=[], finish_reason="interrupted")

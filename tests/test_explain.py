@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from staleflow import LLM, Config, ListTasks, StragglerPolicy, uniform_rewards
 from staleflow.cli import main
 from staleflow.config import StragglerAction
 from staleflow.coordinator import Command, LeastLoad, Snapshot
+from staleflow.errors import EngineError
 from staleflow.explain import Cause, moment, read_run
 from staleflow.testing import ScriptedEngine
 
@@ -288,3 +290,31 @@ def test_members_beyond_the_group_size_are_not_waited_for(scripted: Scripted) ->
     found = explained(scripted(config, engines=[engine], trainer=trainer(2.0)))
     assert found.trainer.seconds == near({Cause.GENERATION: 1.0})
     assert found.engines[0].seconds == near({Cause.NOTHING_LEFT: 2.0})
+
+
+def test_time_without_an_engine_is_the_dead_engines(scripted: Scripted) -> None:
+    class DiesOnce(TimedEngine):
+        lives = 0
+
+        async def start(self, name: str, log_folder: Path) -> None:
+            await asyncio.sleep(9.0 if self.lives else 0.0)
+            await super().start(name, log_folder)
+
+        async def run(self) -> None:
+            self.lives += 1
+            await asyncio.sleep(2.5 if self.lives == 1 else 1000.0)
+            raise EngineError("died")
+
+    config = Config(steps=3, batch_size=1, group_size=1, max_staleness=0)
+    found = explained(scripted(config, engines=[DiesOnce()], trainer=trainer(1.0)))
+    # It dies in the middle of the second batch, pauses for one second and loads for nine.
+    assert found.engines[0].seconds[Cause.ENGINE_DOWN] == pytest.approx(10.0, abs=1e-3)
+    assert found.trainer.seconds[Cause.ENGINE_DOWN] == pytest.approx(10.0, abs=1e-3)
+
+
+def test_engine_that_takes_nothing_because_it_syncs_waits_for_the_sync(scripted: Scripted) -> None:
+    engines = [TimedEngine(update_s=0.5)]
+    config = Config(steps=4, batch_size=1, group_size=1, max_staleness=1)
+    coordinator = LeastLoad(sync_mode="abort")
+    found = explained(scripted(config, engines=engines, trainer=trainer(0.5), coordinator=coordinator))
+    assert found.engines[0].seconds[Cause.SYNC] >= 1.0

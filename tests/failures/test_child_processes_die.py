@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,9 +17,11 @@ import pytest
 pytest.importorskip("torch")
 
 from models import endless_llama, load
+from support import read_events
 
 from staleflow import LLM, Config, EmbeddedEngine, ListTasks, LocalTrainer, Pipeline
 from staleflow.errors import EngineError, StaleflowError, TrainerError
+from staleflow.events import EngineRestarted, Failed, Published
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
@@ -41,7 +44,7 @@ async def rollout(prompt: list[int], llm: LLM) -> float:
     return float(sum(completion.token_ids) % 3)
 
 
-def make_pipeline(model: Path, folder: Path) -> Pipeline[list[int]]:
+def make_pipeline(model: Path, folder: Path, *, engine_restarts: int = 0) -> Pipeline[list[int]]:
     """A run that goes on for hours."""
     (folder / "weights").mkdir(parents=True)
     return Pipeline(
@@ -49,7 +52,7 @@ def make_pipeline(model: Path, folder: Path) -> Pipeline[list[int]]:
         rollout=rollout,
         engines=[EmbeddedEngine(model, capacity=8, cache_tokens=1024)],
         trainer=LocalTrainer(model),
-        config=Config(steps=1_000_000, batch_size=2, group_size=2, engine_restarts=0),
+        config=Config(steps=1_000_000, batch_size=2, group_size=2, engine_restarts=engine_restarts),
         parameter_server=SharedMemoryParameterServer(folder / "weights"),
         run_dir=folder / "run",
         progress=False,
@@ -114,6 +117,32 @@ def test_killed_child_ends_the_run_with_its_name_and_signal(
     if name == "engine-0":
         # What was learnt is not lost with the engine.
         load(tmp_path / "run" / "checkpoint")
+
+
+@pytest.mark.timeout(400)
+def test_killed_engine_is_started_again_and_serves_a_published_version(model: Path, tmp_path: Path) -> None:
+    pipeline = make_pipeline(model, tmp_path, engine_restarts=1)
+
+    def came_back() -> bool:
+        events = read_events(tmp_path / "run")
+        restarted = [event.t for event in events if isinstance(event, EngineRestarted)]
+        return any(isinstance(event, Published) and event.t > restarted[0] for event in events if restarted)
+
+    async def main() -> None:
+        running = asyncio.create_task(pipeline.run())
+        async with asyncio.timeout(3 * START_S):
+            for happened in (partial(has_trained, tmp_path), came_back):
+                while not happened():
+                    await asyncio.sleep(0.05)
+                    assert not running.done()
+                [child] = children_of(psutil.Process(), "engines.embedded_server")
+                child.kill()
+            with pytest.raises(EngineError, match=rf"engine-0 \(pid {child.pid}\) was ended by SIGKILL"):
+                await running
+
+    asyncio.run(main())
+    assert not [event for event in read_events(tmp_path / "run") if isinstance(event, Failed)]
+    assert children_of(psutil.Process()) == []
 
 
 class Controller:

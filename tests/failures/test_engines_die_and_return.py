@@ -8,11 +8,12 @@ import pytest
 from support import Scripted, one_turn, virtually
 
 from staleflow import LLM, Config
+from staleflow.coordinator import LeastLoad
 from staleflow.errors import ConfigError, EngineError, EngineGoneError
 from staleflow.events import EngineDied, EngineRestarted, EngineRetired, Finished, Published, Routed, Synced
 from staleflow.supervision import GOOD_WHILE_S
 from staleflow.testing import ScriptedEngine, ScriptedTrainer
-from staleflow.types import GenerateRequest, Generation, SyncMode
+from staleflow.types import GenerateRequest, Generation, StepMetrics, SyncMode, TrainBatch
 from staleflow.weight_sync import QUIESCE_TIMEOUT_S
 
 CONFIG = Config(steps=20, batch_size=2, group_size=2)
@@ -22,8 +23,8 @@ KILLED = "engine was ended by SIGKILL"
 class DiesAt(ScriptedEngine):
     """Dies so many seconds after each of its first starts, then lives."""
 
-    def __init__(self, *lives_s: float, **options: float) -> None:
-        super().__init__(**options)  # type: ignore[arg-type]
+    def __init__(self, *lives_s: float, seed: int = 0) -> None:
+        super().__init__(seed=seed)
         self.lives_s = list(lives_s)
         self.starts = 0
 
@@ -161,6 +162,14 @@ def test_slow_rollout_still_times_out(scripted: Scripted) -> None:
     assert report.accounting.failed_attempts == {"RolloutTimeoutError": 1}
 
 
+def test_run_goes_on_with_the_engines_that_are_left(scripted: Scripted) -> None:
+    config = msgspec.structs.replace(CONFIG, engine_restarts=0)
+    run = scripted(config, engines=[DiesAt(1.0), DiesAt(0.0), ScriptedEngine(seed=1)])
+    report = run.run()
+    assert report.accounting.failed_attempts == {}
+    assert (report.fleet.serving, report.fleet.restarts, report.fleet.retired) == (1, 0, 2)
+
+
 def test_several_engines_die_at_once(scripted: Scripted) -> None:
     run = scripted(CONFIG, engines=[DiesAt(1.0, 1.0, seed=n) for n in range(4)])
     report = run.run()
@@ -197,11 +206,11 @@ def test_wrong_setting_found_at_start_ends_the_run_at_once(scripted: Scripted) -
 @pytest.mark.parametrize("mode", ["keep", "recompute", "drain", "abort"])
 @pytest.mark.parametrize("how", ["raises", "lies", "hangs and dies"])
 def test_V11_failed_update_counts_for_nothing(scripted: Scripted, mode: SyncMode, how: str) -> None:
-    from staleflow.coordinator import LeastLoad
-
     class FailsOnce(ScriptedEngine):
-        failed = False
-        dead = asyncio.Event()
+        def __init__(self) -> None:
+            super().__init__()
+            self.failed = False
+            self.dead = asyncio.Event()
 
         async def update_weights(self, version: int, weights: Path) -> int:
             if version < 3 or self.failed:
@@ -222,7 +231,6 @@ def test_V11_failed_update_counts_for_nothing(scripted: Scripted, mode: SyncMode
             raise EngineError(KILLED)
 
     engines = [FailsOnce(), ScriptedEngine(seed=1)]
-    engines[0].dead = asyncio.Event()  # type: ignore[attr-defined]
     run = scripted(CONFIG, engines=engines, coordinator=LeastLoad(sync_mode=mode))
     report = run.run()
     assert report.accounting.failed_attempts == {}
@@ -238,7 +246,9 @@ def test_W2_dead_engine_holds_up_no_sync_of_another(scripted: Scripted) -> None:
     """It hangs in its update and dies; the others' syncs go on, and nobody asks the dead one."""
 
     class HangsInUpdate(ScriptedEngine):
-        asked: list[int]
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: list[int] = []
 
         async def update_weights(self, version: int, weights: Path) -> int:
             self.asked.append(version)
@@ -250,7 +260,6 @@ def test_W2_dead_engine_holds_up_no_sync_of_another(scripted: Scripted) -> None:
             raise EngineError(KILLED)
 
     hangs = HangsInUpdate()
-    hangs.asked = []
     config = msgspec.structs.replace(CONFIG, steps=40, engine_restarts=0)
     run = scripted(config, engines=[hangs, ScriptedEngine(seed=1)])
     report = run.run()
@@ -261,8 +270,6 @@ def test_W2_dead_engine_holds_up_no_sync_of_another(scripted: Scripted) -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "abort"])
 def test_engine_that_does_not_let_go_is_taken_for_dead(scripted: Scripted, mode: SyncMode) -> None:
-    from staleflow.coordinator import LeastLoad
-
     class Deaf(ScriptedEngine):
         async def interrupt(self, request_id: str) -> None:
             await asyncio.sleep(1000.0)
@@ -330,8 +337,10 @@ def test_H11_death_during_evaluation(scripted: Scripted, at: str) -> None:
     """After the last step no version comes any more; the one there is will do."""
 
     class DiesInEvaluation(ScriptedEngine):
-        deaths = 0
-        evaluating = asyncio.Event()
+        def __init__(self) -> None:
+            super().__init__()
+            self.deaths = 0
+            self.evaluating = asyncio.Event()
 
         async def generate(self, request: GenerateRequest) -> Generation:
             group, _, version, _ = request.request_id.split(".")
@@ -347,9 +356,8 @@ def test_H11_death_during_evaluation(scripted: Scripted, at: str) -> None:
                 raise EngineError(KILLED)
             await super().run()
 
-    engine = DiesInEvaluation()
-    engine.evaluating = asyncio.Event()
-    run = scripted(msgspec.structs.replace(CONFIG, steps=4), engines=[engine], held_out=range(20))
+    config = msgspec.structs.replace(CONFIG, steps=4)
+    run = scripted(config, engines=[DiesInEvaluation()], held_out=range(20))
     report = run.run()
     assert report.held_out_failures == 0
     assert report.fleet.restarts == 1
@@ -364,10 +372,10 @@ def test_death_during_shutdown_changes_nothing(scripted: Scripted, ends: str) ->
             await asyncio.sleep(5.0)
             await super().save(folder)
 
-        async def step(self, batch: object) -> object:  # type: ignore[override]
+        async def step(self, batch: TrainBatch) -> StepMetrics:
             if self.steps == 3 and ends == "with an error":
                 raise ValueError("loss nan")
-            return await super().step(batch)  # type: ignore[arg-type]
+            return await super().step(batch)
 
     class DiesWhenTold(ScriptedEngine):
         async def run(self) -> None:

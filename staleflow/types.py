@@ -23,18 +23,23 @@ class Task(msgspec.Struct, Generic[TaskData], frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """Ask an engine to continue ``token_ids`` by at most ``max_new_tokens``."""
+    """Ask an engine to continue ``token_ids`` by at most ``max_new_tokens``.
+
+    ``prompt_logprobs`` asks for the logprobs of ``token_ids`` too, under the weights that prefill them.
+    """
 
     request_id: str
     token_ids: list[int]
     max_new_tokens: int
+    prompt_logprobs: bool = False
 
 
 class Generation(msgspec.Struct, frozen=True):
     """An engine's answer; the three lists have one entry per sampled token, the end token included.
 
     ``logprobs`` are those of the distribution that was really sampled from (after temperature); ``versions`` are
-    what the engine reports, token by token, not what the controller believed.
+    what the engine reports, token by token, not what the controller believed. ``prompt_logprobs``, if they were asked
+    for, has one entry for each token of the prompt after the first; none if the request ended before its prefill.
     """
 
     request_id: str
@@ -42,6 +47,7 @@ class Generation(msgspec.Struct, frozen=True):
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason
+    prompt_logprobs: list[float] = []
 
 
 class Segment(msgspec.Struct, frozen=True):

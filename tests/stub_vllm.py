@@ -5,6 +5,7 @@ byte that was sent has arrived before time goes on.
 """
 
 import asyncio
+import itertools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -295,7 +296,7 @@ def reply_of(
     starts = [index for index, label in enumerate(labels) if index == 0 or label != labels[index - 1]]
     runs = [
         {"version": labels[start], "start": start, "end": end}
-        for start, end in zip(starts, [*starts[1:], len(labels)], strict=True)
+        for start, end in itertools.pairwise([*starts, len(labels)])
     ]
     choice |= {"logprobs": {"content": content}, "weight_versions": runs}
     return {"request_id": server_id, "model": "served", "prompt_logprobs": None, "choices": [choice]}

@@ -1,4 +1,4 @@
-"""Requests of the vLLM engine: asked, answered, interrupted, cancelled, and everything that can go wrong with a reply."""
+"""Requests of the vLLM engine: asked, answered, interrupted, cancelled, and all that can go wrong with a reply."""
 
 import asyncio
 from pathlib import Path
@@ -326,7 +326,11 @@ def test_the_reply_of_another_request_is_refused(world: World) -> None:
         (raw(b""), EngineReplyError, "an answer that is refused: EOF"),
         (half, EngineReplyError, "engine-0 broke off its answer to POST"),
         (hang_up, EngineError, "engine-0 hung up on POST"),
-        (status(500, "CUDA out of memory"), EngineStatusError, "engine-0 answered POST .* with 500: CUDA out of memory"),
+        (
+            status(500, "CUDA out of memory"),
+            EngineStatusError,
+            "engine-0 answered POST .* with 500: CUDA out of memory",
+        ),
         (status(400, "too long"), EngineStatusError, "with 400: too long"),
         (silence, EngineTimeoutError, r"did not answer request 1\.0\.0\.0 within 50 s \(request_timeout_s\)"),
     ],

@@ -45,7 +45,9 @@ class World:
         self.engine = VllmEngine(self.url, model=self.model, **settings)  # type: ignore[arg-type]
         return self.engine
 
-    def play(self, scene: Callable[["World"], Awaitable[Result]], *, connect: bool = True, **settings: object) -> Result:
+    def play(
+        self, scene: Callable[["World"], Awaitable[Result]], *, connect: bool = True, **settings: object
+    ) -> Result:
         """Run a scene against the server; the engine is started before, unless told otherwise, and stopped after."""
 
         async def main() -> Result:
@@ -78,5 +80,5 @@ def request(name: str = "1.0.0.0", tokens: int = 10, *, prompt_logprobs: bool = 
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait until something is so; on a virtual clock this costs nothing."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110 - what it waits for is the state of a fake, which has no events
         await asyncio.sleep(0.001)

@@ -8,6 +8,7 @@ within ``CALL_TIMEOUT_S``, and the plain one if the server cannot be reached.
 """
 
 import asyncio
+import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -310,7 +311,10 @@ class VllmApi:
         except aiohttp.ClientPayloadError as error:
             raise EngineReplyError(f"{self.name} broke off its answer to {where}") from error
         except aiohttp.ClientConnectorError as error:
-            raise EngineError(f"{self.name} cannot be reached at {self.url}: {error.strerror or error}") from error
+            # What the operating system says; of a name that cannot be resolved, what the resolver says.
+            code = error.errno or 0
+            why = os.strerror(code) if code > 0 else error.strerror
+            raise EngineError(f"{self.name} cannot be reached at {self.url}: {why}") from error
         except aiohttp.ClientResponseError as error:
             raise EngineReplyError(f"what answers {where} does not speak HTTP as it should: {error.message}") from error
         except (aiohttp.ClientError, ConnectionError) as error:

@@ -116,7 +116,9 @@ def _check_shape(api: VllmApi, root: Path, model: Path) -> None:
         return
     served, expected = _configuration(root), _configuration(model)
     different = [
-        f"{key} {served.get(key)} instead of {expected.get(key)}" for key in SHAPES if served.get(key) != expected.get(key)
+        f"{key} {served.get(key)} instead of {expected.get(key)}"
+        for key in SHAPES
+        if served.get(key) != expected.get(key)
     ]
     if different:
         raise EngineError(f"{_another_model(api, model)}: it was loaded from {root}, with {', '.join(different)}")

@@ -65,6 +65,15 @@ async def half(request: web.Request) -> web.StreamResponse:
     return response
 
 
+async def stall(request: web.Request) -> web.StreamResponse:
+    """Send the beginning of an answer, and nothing more."""
+    response = web.StreamResponse(headers={"Content-Length": "1000"})
+    await response.prepare(request)
+    await response.write(b'{"request_id": ')
+    await asyncio.Event().wait()
+    return response
+
+
 class _Request:
     def __init__(self) -> None:
         self.token_ids: list[int] = []

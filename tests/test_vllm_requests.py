@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stub_vllm import COMPLETIONS, TOKEN_S, TOKENS, Fault, half, hang_up, raw, reply_of, silence, status
+from stub_vllm import COMPLETIONS, TOKEN_S, TOKENS, Fault, half, hang_up, raw, reply_of, silence, stall, status
 from vllm_support import PROMPT, World, request, until
 
 from staleflow.engines.base import check_generation
@@ -325,6 +325,7 @@ def test_the_reply_of_another_request_is_refused(world: World) -> None:
         (raw(b"\xff\xfe"), EngineReplyError, "an answer that is refused"),
         (raw(b""), EngineReplyError, "an answer that is refused: EOF"),
         (half, EngineReplyError, "engine-0 broke off its answer to POST"),
+        (stall, EngineReplyError, r"began to answer request 1\.0\.0\.0 and did not finish within 60 s"),
         (hang_up, EngineError, "engine-0 hung up on POST"),
         (
             status(500, "CUDA out of memory"),
@@ -332,9 +333,9 @@ def test_the_reply_of_another_request_is_refused(world: World) -> None:
             "engine-0 answered POST .* with 500: CUDA out of memory",
         ),
         (status(400, "too long"), EngineStatusError, "with 400: too long"),
-        (silence, EngineTimeoutError, r"did not answer request 1\.0\.0\.0 within 50 s \(request_timeout_s\)"),
+        (silence, EngineTimeoutError, r"did not answer request 1\.0\.0\.0 within 500 s \(request_timeout_s\)"),
     ],
-    ids=["truncated", "shape", "binary", "empty", "broken off", "hung up", "500", "400", "slow"],
+    ids=["truncated", "shape", "binary", "empty", "broken off", "stalled", "hung up", "500", "400", "slow"],
 )
 def test_every_fault_of_a_reply_is_an_error_of_its_kind_and_the_engine_goes_on(
     world: World, fault: Fault, kind: type[EngineError], message: str
@@ -346,7 +347,17 @@ def test_every_fault_of_a_reply_is_an_error_of_its_kind_and_the_engine_goes_on(
         assert type(caught.value) is kind
         return await world.engine.generate(request())
 
-    assert len(world.play(scene, request_timeout_s=50.0).token_ids) == 10
+    assert len(world.play(scene, request_timeout_s=500.0).token_ids) == 10
+
+
+def test_replies_that_stall_keep_others_waiting_only_for_a_while(world: World) -> None:
+    async def scene(world: World) -> list[Generation | BaseException]:
+        world.stub.faults[TOKENS] = [stall] * 5
+        names = [f"{index}.0.0.0" for index in range(10)]
+        return await asyncio.gather(*(world.engine.generate(request(name)) for name in names), return_exceptions=True)
+
+    outcomes = world.play(scene)
+    assert [type(outcome) for outcome in outcomes] == [EngineReplyError] * 5 + [Generation] * 5
 
 
 def test_in_a_storm_of_errors_every_request_fails_and_none_hangs(world: World) -> None:

@@ -16,6 +16,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from aiohttp import ClientResponse
+
 from staleflow._core import decode_reply
 from staleflow.engines.vllm_api import VllmApi
 from staleflow.errors import EngineError, EngineReplyError, EngineTimeoutError
@@ -23,9 +25,11 @@ from staleflow.types import FinishReason, GenerateRequest, Generation
 
 TOKENS_PATH = "/inference/v1/generate"
 COMPLETIONS_PATH = "/v1/completions"
-CONCURRENT_READS = 4
+CONCURRENT_READS = 2
 """Answers that are read and parsed at a time. The others wait in the sockets' buffers: were all read at once, one turn
 of the event loop would have to look after each of them."""
+READ_TIMEOUT_S = 60.0
+"""For an answer that has begun: a server sends it as a whole, and it keeps others from being read."""
 FIRST_ABORT_WAIT_S = 0.05
 LONGEST_ABORT_WAIT_S = 1.0
 ABORT_TIMEOUT_S = 30.0
@@ -91,6 +95,7 @@ class VllmRequests:
         self._served = served
         self._exchanges: dict[str, _Exchange] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._sending = asyncio.Lock()
         self._reading = asyncio.Semaphore(CONCURRENT_READS)
         self._parser = ThreadPoolExecutor(1, thread_name_prefix=f"{api.name}-replies")
         self._run = secrets.token_hex(4)
@@ -202,8 +207,11 @@ class VllmRequests:
 
     async def _ask(self, exchange: _Exchange, path: str, body: dict[str, Any]) -> Generation:
         lowest = None if self.reports_versions else self._served()
+        async with self._sending:
+            # One request in a turn of the loop: a hundred at once would keep it from everything else.
+            await asyncio.sleep(0)
         async with self._api.answering(path, body) as response, self._reading:
-            reply = await response.read()
+            reply = await self._read(exchange, response)
             loop = asyncio.get_running_loop()
             parse = partial(parse_reply, self._api.name, exchange.request, exchange.server_id, reply, lowest)
             generation = await loop.run_in_executor(self._parser, parse)
@@ -213,6 +221,16 @@ class VllmRequests:
                 f"{exchange.request.request_id} may be of older weights"
             )
         return generation
+
+    async def _read(self, exchange: _Exchange, response: ClientResponse) -> bytes:
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                return await response.read()
+        except TimeoutError:
+            raise EngineReplyError(
+                f"{self._api.name} began to answer request {exchange.request.request_id} and did not finish within "
+                f"{READ_TIMEOUT_S:g} s"
+            ) from None
 
     async def _let_go(self, exchange: _Exchange) -> None:
         """Abort a request until it is answered: the server does not know yet what it has only just been sent."""

@@ -23,9 +23,10 @@
     │   └── SecondConsumerError     another consumer is at it
     ├── ChildError              a child process died, hung or broke its protocol
     │   ├── EngineError             ... and it was an engine
-    │   │   ├── EngineTimeoutError      that did not answer in time
-    │   │   ├── EngineStatusError       that answered with an HTTP error
-    │   │   └── EngineReplyError        whose answer is broken off, malformed or of another request
+    │   │   ├── EngineGoneError         ... which has answered nobody and never will
+    │   │   ├── EngineTimeoutError      ... which did not answer in time
+    │   │   ├── EngineStatusError       ... which answered with an HTTP error
+    │   │   └── EngineReplyError        ... whose answer is broken off, malformed or of another request
     │   └── TrainerError            ... and it was the trainer
     ├── RunFolderError          the run folder cannot be created, written or read
     └── CheckpointError         a checkpoint cannot be written, or is missing, damaged, foreign or of another run
@@ -122,6 +123,10 @@ class ChildError(StaleflowError):
 
 class EngineError(ChildError):
     """An engine died, did not answer in time or sent a malformed reply."""
+
+
+class EngineGoneError(EngineError):
+    """An engine died with a request unanswered. It is taken for dead, and the request goes on elsewhere."""
 
 
 class EngineTimeoutError(EngineError):

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from stub_vllm import COMPLETIONS, TOKENS, StubVllm, hang_up, raw, silence, status
+from stub_vllm import COMPLETIONS, TOKENS, Fault, StubVllm, hang_up, raw, silence, status
 from support import virtually
 from vllm_support import CONFIGURATION, World, request, until
 
 from staleflow.engines.vllm import VllmEngine
 from staleflow.engines.vllm_api import EngineLoad
-from staleflow.errors import ConfigError, EngineError, EngineReplyError
+from staleflow.errors import ConfigError, EngineError, EngineGoneError, EngineReplyError
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def world(tmp_path: Path) -> World:
     ],
 )
 def test_a_setting_that_can_never_be_right_is_refused(world: World, settings: dict[str, Any], message: str) -> None:
-    good = {"server": "http://localhost:8000", "model": world.model}
+    good: dict[str, Any] = {"server": "http://localhost:8000", "model": world.model}
     with pytest.raises(ConfigError, match=message):
         VllmEngine(**(good | settings))
 
@@ -239,9 +239,23 @@ def test_a_dead_engine_in_a_living_server_is_noticed_at_once_and_ends_all_reques
         death = await death_of(world.engine)
         assert "the engine in engine-0 is dead" in str(death)
         assert asyncio.get_running_loop().time() < 5.0
-        with pytest.raises(EngineError, match="the engine in engine-0 is dead"):
+        with pytest.raises(EngineGoneError, match="the engine in engine-0 is dead"):
             await running
-        with pytest.raises(EngineError, match="engine-0 is dead"):
+        with pytest.raises(EngineGoneError, match="engine-0 is dead"):
+            await world.engine.generate(request())
+
+    world.play(scene)
+
+
+@pytest.mark.parametrize("fault", [hang_up, status(500, "EngineCore encountered an issue")], ids=["hung up", "500"])
+@pytest.mark.parametrize("health", [hang_up, status(503)], ids=["no server", "no engine"])
+def test_a_request_that_fails_because_the_server_died_is_told_from_one_that_failed(
+    world: World, fault: Fault, health: Fault
+) -> None:
+    async def scene(world: World) -> None:
+        world.stub.always[TOKENS] = fault
+        world.stub.always["/health"] = health
+        with pytest.raises(EngineGoneError, match=r"engine-0 died with request 1\.0\.0\.0 unanswered: engine-0 "):
             await world.engine.generate(request())
 
     world.play(scene)

@@ -100,7 +100,7 @@ def measure(contestant: Contestant, url: str, count: int, tokens: int) -> Sample
         # Let the meter see the last stall.
         await asyncio.sleep(0.05)
         sampling.cancel()
-        return Sample(*(lag.quantile_ms(share) for share in (0.5, 0.99, 1.0)), wall_s)
+        return Sample(lag.quantile_ms(0.5), lag.quantile_ms(0.99), lag.quantile_ms(1.0), wall_s)
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(main())

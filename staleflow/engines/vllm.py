@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from staleflow import clock
 from staleflow.engines.base import load_tokenizer
-from staleflow.errors import ConfigError, EngineError, EngineStatusError
+from staleflow.errors import ConfigError, EngineError, EngineGoneError, EngineStatusError
 from staleflow.types import GenerateRequest, Generation
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 300.0
 """For all checks of a server that is up."""
 HEALTH_PERIOD_S = 2.0
-HEALTH_TIMEOUT_S = 10.0
-NO_ENGINE = 503
-"""What ``/health`` answers when the server is up and the engine in it is dead."""
 COLDEST = 0.01
 """vLLM samples at this temperature when it is asked for a lower one above 0."""
 
@@ -201,7 +198,7 @@ class VllmEngine:
         """Continue a prompt; see :class:`staleflow.engines.base.Engine`.
 
         Raises :class:`EngineError` when the server refuses the request, does not answer it in time, answers with
-        something else, or dies.
+        something else; :class:`EngineGoneError` when it has died.
         """
         if request.prompt_logprobs and self.settings.temperature not in (0.0, 1.0):
             raise EngineError(
@@ -281,6 +278,8 @@ class VllmEngine:
 
     async def _sick(self) -> EngineError:
         """Ask the server how it is until it is not well."""
+        from staleflow.engines.vllm_requests import HEALTH_TIMEOUT_S, NO_ENGINE
+
         _, updates = self._alive()
         assert self._api is not None
         answered_s = clock.now()
@@ -313,7 +312,7 @@ class VllmEngine:
         if self._updates is not None:
             self._updates.given_up()
         if self._requests is not None:
-            self._requests.fail(error)
+            self._requests.fail(str(error))
 
     def _started_death(self) -> "asyncio.Future[EngineError]":
         if self._death is None:
@@ -323,7 +322,7 @@ class VllmEngine:
     def _alive(self) -> "tuple[VllmRequests, WeightUpdates]":
         death = self._started_death()
         if death.done():
-            raise EngineError(f"{self._name} is dead: {death.result()}")
+            raise EngineGoneError(f"{self._name} is dead: {death.result()}")
         if self._requests is None or self._updates is None:
             raise EngineError(f"the engine of {self.model} was not started")
         return self._requests, self._updates

@@ -20,7 +20,7 @@ from aiohttp import ClientResponse
 
 from staleflow._core import decode_reply
 from staleflow.engines.vllm_api import VllmApi
-from staleflow.errors import EngineError, EngineReplyError, EngineTimeoutError
+from staleflow.errors import EngineError, EngineGoneError, EngineReplyError, EngineStatusError, EngineTimeoutError
 from staleflow.types import FinishReason, GenerateRequest, Generation
 
 TOKENS_PATH = "/inference/v1/generate"
@@ -33,6 +33,11 @@ READ_TIMEOUT_S = 60.0
 FIRST_ABORT_WAIT_S = 0.05
 LONGEST_ABORT_WAIT_S = 1.0
 ABORT_TIMEOUT_S = 30.0
+HEALTH_TIMEOUT_S = 10.0
+NO_ENGINE = 503
+"""What ``/health`` answers when the server is up and the engine in it is dead."""
+SERVER_FAULT = 500
+"""The lowest HTTP status for which the server is to blame."""
 INITIAL_LABEL = "default"
 """The name of the weights that a vLLM server was started with, as long as nobody gave it others."""
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "interrupted"}
@@ -121,14 +126,14 @@ class VllmRequests:
         if exchange is not None:
             await self._let_go(exchange)
 
-    def fail(self, error: EngineError) -> None:
-        """End all requests with this error."""
+    def fail(self, why: str) -> None:
+        """Give all requests up, because the engine is gone."""
         for exchange in self._exchanges.values():
-            exchange.fail(error)
+            exchange.fail(EngineGoneError(why))
 
     async def close(self) -> None:
         """Hang up on everything that is left. Idempotent."""
-        self.fail(EngineError(f"{self._api.name} was stopped"))
+        self.fail(f"{self._api.name} was stopped")
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -194,7 +199,7 @@ class VllmRequests:
             who = f"{self._api.name} did not answer request {exchange.request.request_id}"
             self._fail(exchange, EngineTimeoutError(f"{who} within {self._timeout_s:g} s (request_timeout_s)"))
         except EngineError as error:
-            self._fail(exchange, error)
+            self._fail(exchange, error if await self._lives_after(error) else self._gone(exchange, error))
         else:
             if exchange.outcome.done():
                 self.late_answers += 1
@@ -204,6 +209,25 @@ class VllmRequests:
     def _fail(self, exchange: _Exchange, error: EngineError) -> None:
         if not exchange.outcome.done():
             exchange.outcome.set_exception(error)
+
+    async def _lives_after(self, error: EngineError) -> bool:
+        """Whether the failure of a request is its own, and not the first sign that the server is dead."""
+        if isinstance(error, EngineStatusError) and error.status < SERVER_FAULT:
+            return True
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self._api.health()
+        except EngineStatusError as answer:
+            return answer.status != NO_ENGINE
+        except EngineError:
+            return False
+        except TimeoutError:
+            # The watch over the engine decides how long it may be silent.
+            return True
+        return True
+
+    def _gone(self, exchange: _Exchange, error: EngineError) -> EngineGoneError:
+        return EngineGoneError(f"{self._api.name} died with request {exchange.request.request_id} unanswered: {error}")
 
     async def _ask(self, exchange: _Exchange, path: str, body: dict[str, Any]) -> Generation:
         lowest = None if self.reports_versions else self._served()

@@ -11,7 +11,7 @@ ends the engine, since its weights are then unknown.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from staleflow.engines.vllm_api import VllmApi
@@ -19,6 +19,7 @@ from staleflow.engines.vllm_requests import label_of, version_of
 from staleflow.errors import EngineError, EngineReplyError, EngineStatusError, EngineTimeoutError
 
 RESUME_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 5.0
 RETRY_S = 0.25
 FIRST_PREFETCH_WAIT_S = 0.01
 LONGEST_PREFETCH_WAIT_S = 0.5
@@ -103,7 +104,9 @@ class WeightUpdates:
         """Leave no server paused behind. Idempotent."""
         self._dead = True
         if self._may_be_paused:
-            await self._resume()
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._resume()
 
     async def changed_by_others(self) -> EngineError | None:
         """An error if the server serves something else than it has confirmed; None too while that may change."""

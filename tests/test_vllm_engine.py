@@ -345,6 +345,22 @@ def test_after_a_swap_that_nobody_confirmed_the_server_must_be_restarted(world: 
     world.play(scene)
 
 
+def test_a_stopped_engine_serves_nothing_and_can_be_started_again(world: World) -> None:
+    async def scene(world: World) -> None:
+        await world.engine.pause()
+        world.stub.always["/resume"] = silence
+        await world.engine.stop()
+        await world.engine.stop()
+        for call in (world.engine.generate(request()), world.engine.resume(), world.engine.load()):
+            with pytest.raises(EngineGoneError, match="engine-0 is dead: engine-0 was stopped"):
+                await call
+        world.stub.always.clear()
+        await world.engine.start("engine-0", world.folder)
+        assert len((await world.engine.generate(request())).token_ids) == 10
+
+    world.play(scene)
+
+
 class OwnServer:
     """Starts a stub; dies when told to."""
 

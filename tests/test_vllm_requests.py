@@ -10,7 +10,7 @@ from vllm_support import PROMPT, World, request, until
 
 from staleflow.engines.base import check_generation
 from staleflow.errors import EngineError, EngineReplyError, EngineStatusError, EngineTimeoutError
-from staleflow.types import Generation
+from staleflow.types import GenerateRequest, Generation
 
 
 @pytest.fixture
@@ -369,6 +369,14 @@ def test_in_a_storm_of_errors_every_request_fails_and_none_hangs(world: World) -
     outcomes = world.play(scene)
     assert sum(isinstance(outcome, EngineStatusError) and outcome.status == 503 for outcome in outcomes) == 60
     assert sum(isinstance(outcome, Generation) for outcome in outcomes) == 4
+
+
+def test_a_request_that_cannot_even_be_read_back_leaves_nobody_waiting(world: World) -> None:
+    async def scene(world: World) -> None:
+        with pytest.raises(OverflowError):
+            await world.engine.generate(GenerateRequest("1.0.0.0", [1, -1], 10, True))
+
+    world.play(scene)
 
 
 def test_stopping_fails_what_is_in_flight(world: World) -> None:

@@ -269,6 +269,8 @@ class VllmEngine:
         await check_first_answer(api, self._requests, self.model)
 
     async def _hang_up(self) -> None:
+        if self._death is not None and not self._death.done():
+            self._death.set_result(EngineError(f"{self._name} was stopped"))
         if self._updates is not None:
             await self._updates.close()
         if self._requests is not None:

@@ -68,6 +68,13 @@ class _Exchange:
         self.outcome: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[None] | None = None
 
+    def ended(self, task: asyncio.Task[None]) -> None:
+        """Leave nobody waiting, whatever has ended the task that was to bring the answer."""
+        if self.outcome.done():
+            return
+        error = None if task.cancelled() else task.exception()
+        self.outcome.set_exception(error or EngineGoneError(f"request {self.request.request_id} was dropped"))
+
     def fail(self, error: EngineError) -> None:
         """Stop waiting for the answer, and hang up."""
         if not self.outcome.done():
@@ -151,6 +158,7 @@ class VllmRequests:
             # One request may ask for several prompts; each has an id of its own, which is the one to abort.
             exchange.abort_id = f"{exchange.server_id}-0"
             exchange.task = self._spawn(self._answer(exchange, COMPLETIONS_PATH, self._prompt_body(request, own_id)))
+        exchange.task.add_done_callback(exchange.ended)
         return exchange
 
     def _tokens_body(self, request: GenerateRequest, own_id: str) -> dict[str, Any]:

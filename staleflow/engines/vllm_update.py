@@ -107,6 +107,7 @@ class WeightUpdates:
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await self._resume()
+        self._may_be_paused = False
 
     async def changed_by_others(self) -> EngineError | None:
         """An error if the server serves something else than it has confirmed; None too while that may change."""

@@ -1,12 +1,13 @@
 """staleflow: asynchronous RL post-training of language models inside a hard staleness bound.
 
-Importing it imports neither torch nor transformers: those run in child processes.
+Importing it imports neither torch nor transformers, which run in child processes, nor an HTTP client.
 """
 
 from staleflow._core import Lease, LedgerStatistics, QueueStatistics, Refusal, RefusalReason, StalenessLedger
 from staleflow.blockers import Blocker
 from staleflow.config import Config, StragglerPolicy
 from staleflow.engines.embedded import EmbeddedEngine
+from staleflow.engines.vllm import VllmEngine
 from staleflow.members import uniform_rewards
 from staleflow.pipeline import Pipeline
 from staleflow.queue import TrajectoryQueue
@@ -42,6 +43,7 @@ __all__ = [
     "TaskSource",
     "Trajectory",
     "TrajectoryQueue",
+    "VllmEngine",
     "read_jsonl",
     "run",
     "uniform_rewards",

@@ -15,6 +15,7 @@ from typing_extensions import disjoint_base
 
 __all__ = [
     "DeadlineQueue",
+    "EngineReply",
     "Lease",
     "LedgerReplay",
     "LedgerStatistics",
@@ -22,6 +23,8 @@ __all__ = [
     "Refusal",
     "RefusalReason",
     "StalenessLedger",
+    "decode_reply",
+    "first_malformed_token",
 ]
 
 _Item = TypeVar("_Item")
@@ -462,3 +465,46 @@ class DeadlineQueue(Generic[_Item]):
         """
     def _stop_waiting(self) -> None:
         """Forget whom to wake."""
+
+@final
+class EngineReply:
+    """What a vLLM server has sampled for one request. Frozen."""
+
+    @property
+    def request_id(self) -> str:
+        """The server's own id of the request."""
+    @property
+    def finish_reason(self) -> str:
+        """Why it ends, in the server's words."""
+    @property
+    def token_ids(self) -> list[int]:
+        """The sampled tokens."""
+    @property
+    def logprobs(self) -> list[float]:
+        """One for each sampled token."""
+    @property
+    def weight_versions(self) -> list[tuple[str, int, int]] | None:
+        """Runs ``(version, start, end)`` of sampled tokens, ``end`` excluded; None if the server does not say."""
+    @property
+    def prompt_logprobs(self) -> list[float]:
+        """One for each token of the prompt after the first; empty if they were not asked for, or never computed."""
+
+def decode_reply(body: bytes, prompt: Sequence[int] | None = None) -> EngineReply:
+    """Parse a reply of ``/inference/v1/generate`` or ``/v1/completions``, with the interpreter lock released.
+
+    Args:
+        body: JSON.
+        prompt: the tokens of the prompt, if their logprobs were asked for.
+
+    Raises:
+        EngineReplyError: it is no such reply, or its parts do not fit together; says where.
+    """
+
+def first_malformed_token(
+    logprobs: Sequence[float], versions: Sequence[int], oldest: int, published: int
+) -> int | None:
+    """Find the first token that no engine can have sampled.
+
+    Its logprob is not that of a probability, or its version is not within ``oldest`` and ``published``, or it is
+    older than the version before it. Both sequences are of one length. None if every token is well-formed.
+    """

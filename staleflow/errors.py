@@ -23,7 +23,10 @@
     │   └── SecondConsumerError     another consumer is at it
     ├── ChildError              a child process died, hung or broke its protocol
     │   ├── EngineError             ... and it was an engine
-    │   │   └── EngineGoneError         ... which has answered nobody and never will
+    │   │   ├── EngineGoneError         ... which has answered nobody and never will
+    │   │   ├── EngineTimeoutError      ... which did not answer in time
+    │   │   ├── EngineStatusError       ... which answered with an HTTP error
+    │   │   └── EngineReplyError        ... whose answer is broken off, malformed or of another request
     │   └── TrainerError            ... and it was the trainer
     ├── RunFolderError          the run folder cannot be created, written or read
     └── CheckpointError         a checkpoint cannot be written, or is missing, damaged, foreign or of another run
@@ -124,6 +127,22 @@ class EngineError(ChildError):
 
 class EngineGoneError(EngineError):
     """An engine died with a request unanswered. It is taken for dead, and the request goes on elsewhere."""
+
+
+class EngineTimeoutError(EngineError):
+    """An engine did not answer before a deadline."""
+
+
+class EngineStatusError(EngineError):
+    """An engine answered with an HTTP error; ``status`` is its code."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class EngineReplyError(EngineError):
+    """An engine's answer is broken off, malformed or of another request."""
 
 
 class TrainerError(ChildError):

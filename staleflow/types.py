@@ -50,7 +50,7 @@ class Task(msgspec.Struct, Generic[TaskData], frozen=True):
 class GenerateRequest(msgspec.Struct, frozen=True):
     """Ask an engine to continue ``token_ids`` by at most ``max_new_tokens``.
 
-    ``prompt_logprobs`` asks for those of the prompt as well.
+    ``prompt_logprobs`` asks for the logprobs of ``token_ids`` too, under the weights that prefill them.
     """
 
     request_id: str

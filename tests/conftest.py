@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Unpack
@@ -55,3 +56,11 @@ def spawn(importable_children: None, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         )
 
     return start
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port of this machine where nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])

@@ -5,8 +5,8 @@ import sys
 import staleflow
 
 
-def test_importing_staleflow_imports_neither_torch_nor_transformers_nor_a_command() -> None:
-    heavy = {"torch", "transformers", "matplotlib", "staleflow.cli", "staleflow.bench"}
+def test_importing_staleflow_imports_neither_torch_nor_transformers_nor_an_http_client_nor_a_command() -> None:
+    heavy = {"torch", "transformers", "matplotlib", "aiohttp", "staleflow.cli", "staleflow.bench"}
     program = f"import staleflow, sys; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 

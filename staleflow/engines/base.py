@@ -4,14 +4,13 @@ An engine takes token ids and returns token ids, behaviour logprobs and the poli
 nothing of tasks, groups, rewards or staleness.
 """
 
-import itertools
-import math
 from pathlib import Path
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from staleflow.errors import ConfigError, EngineError
+from staleflow._core import first_malformed_token
+from staleflow.errors import ConfigError, EngineReplyError
 from staleflow.types import GenerateRequest, Generation
 
 
@@ -83,14 +82,14 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
 
 
 def check_generation(request: GenerateRequest, generation: Generation, *, oldest: int, published: int) -> None:
-    """Refuse a malformed reply at the door; raises :class:`EngineError` that names what is wrong.
+    """Refuse a malformed reply at the door; raises :class:`EngineReplyError` that names what is wrong.
 
     ``oldest`` is the version that the engine had confirmed when it got the request: an older token would be staler than
     anyone has accounted for.
     """
     wrong = _malformation(request, generation, oldest, published)
     if wrong is not None:
-        raise EngineError(f"engine reply to {request.request_id} refused: {wrong}")
+        raise EngineReplyError(f"engine reply to {request.request_id} refused: {wrong}")
 
 
 def _malformation(request: GenerateRequest, generation: Generation, oldest: int, published: int) -> str | None:
@@ -104,15 +103,15 @@ def _malformation(request: GenerateRequest, generation: Generation, oldest: int,
     fewest = 1 if generation.finish_reason in ("stop", "length") else 0
     if not fewest <= len(tokens) <= request.max_new_tokens:
         return f"{len(tokens)} tokens; at least {fewest} and at most {request.max_new_tokens} were asked for"
-    for position, (logprob, version) in enumerate(zip(logprobs, versions, strict=True)):
-        # Rounding in float32 can lift the logprob of a certain token a little above zero.
-        if not math.isfinite(logprob) or logprob > 1e-4:
-            return f"logprob {logprob} at token {position} is not the logarithm of a probability"
-        if not oldest <= version <= published:
-            return f"version {version} at token {position}; it must be between {oldest} and {published}"
-    if any(later < earlier for earlier, later in itertools.pairwise(versions)):
-        return f"versions go backwards: {versions}"
-    return _malformed_prompt(request, generation.prompt_logprobs)
+    position = first_malformed_token(logprobs, versions, oldest, published)
+    if position is None:
+        return _malformed_prompt(request, generation.prompt_logprobs)
+    logprob, version = logprobs[position], versions[position]
+    if not oldest <= version <= published:
+        return f"version {version} at token {position}; it must be between {oldest} and {published}"
+    if position > 0 and version < versions[position - 1]:
+        return f"versions go backwards, from {versions[position - 1]} to {version} at token {position}"
+    return f"logprob {logprob} at token {position} is not the logarithm of a probability"
 
 
 def _malformed_prompt(request: GenerateRequest, logprobs: list[float]) -> str | None:

@@ -17,6 +17,7 @@ pub(crate) enum ErrorClass {
     Snapshot,
     QueueFull,
     QueueClosed,
+    EngineReply,
 }
 
 impl ErrorClass {
@@ -47,6 +48,7 @@ impl ErrorClass {
         static SNAPSHOT: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         static QUEUE_FULL: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         static QUEUE_CLOSED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        static ENGINE_REPLY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
         let (class, name) = match self {
             Self::Config => (&CONFIG, "ConfigError"),
@@ -57,6 +59,7 @@ impl ErrorClass {
             Self::Snapshot => (&SNAPSHOT, "SnapshotError"),
             Self::QueueFull => (&QUEUE_FULL, "QueueFull"),
             Self::QueueClosed => (&QUEUE_CLOSED, "QueueClosed"),
+            Self::EngineReply => (&ENGINE_REPLY, "EngineReplyError"),
         };
         class.import(py, "staleflow.errors", name)
     }

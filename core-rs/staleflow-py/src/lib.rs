@@ -1,4 +1,5 @@
-//! The extension module `staleflow._core`: conversions and error mapping around `staleflow-core`, no decisions.
+//! The extension module `staleflow._core`: conversions and error mapping around `staleflow-core`, no decisions; and what
+//! an engine answers, parsed and looked through token by token.
 // Signatures of Python methods are given by Python: owned arguments, and `self` where a property asks for it.
 #![allow(clippy::needless_pass_by_value)]
 
@@ -7,6 +8,7 @@ mod ids;
 mod interpreter;
 mod ledger;
 mod queue;
+mod reply;
 
 use pyo3::prelude::*;
 
@@ -19,6 +21,8 @@ mod _core {
     use crate::ledger::{Lease, LedgerReplay, LedgerStatistics, Refusal, StalenessLedger};
     #[pymodule_export]
     use crate::queue::{DeadlineQueue, QueueStatistics};
+    #[pymodule_export]
+    use crate::reply::{EngineReply, decode_reply, first_malformed_token};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

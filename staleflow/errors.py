@@ -24,6 +24,7 @@
     ├── ChildError              a child process died, hung or broke its protocol
     │   ├── EngineError             ... and it was an engine
     │   └── TrainerError            ... and it was the trainer
+    ├── WeightsError            a version cannot be published, pulled or loaded
     ├── RunFolderError          the run folder cannot be created, written or read
     └── CheckpointError         a checkpoint cannot be written, or is missing, damaged, foreign or of another run
 """
@@ -123,6 +124,10 @@ class EngineError(ChildError):
 
 class TrainerError(ChildError):
     """The trainer died, did not answer in time or could not train a batch."""
+
+
+class WeightsError(StaleflowError):
+    """A version cannot be published, pulled or loaded; names the version, the place and the reason."""
 
 
 class RunFolderError(StaleflowError):

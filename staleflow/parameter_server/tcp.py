@@ -34,7 +34,7 @@ class TcpParameterServer:
 
     Args:
         host: address to listen on, the one by which engines reach this host; ``0.0.0.0`` for all.
-        port: to listen on; 0 for any free one, see ``address``.
+        port: to listen on; 0 for any free one, see ``address``, the ``host:port`` for pullers.
         secret: that pullers must know; engines take it from ``$STALEFLOW_SECRET``.
         weights: where the versions are; its ``pulling`` must work from any thread. Default: in shared memory.
         chunk_bytes: what is checked, and repeated if damaged, at a time.
@@ -61,7 +61,7 @@ class TcpParameterServer:
             self._listener = socket.create_server((host, port), backlog=128)
         except OSError as error:
             raise ConfigError(f"the parameter server cannot listen on {host}:{port}: {error}") from error
-        self._host = host
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._secret = secret
         self._weights = SharedMemoryParameterServer() if weights is None else weights
         self._chunk_bytes = chunk_bytes
@@ -71,11 +71,6 @@ class TcpParameterServer:
         self._connections: set[socket.socket] = set()
         self._closed = False
         threading.Thread(target=self._accept, name="weights-accept", daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        """``host:port`` for engines."""
-        return f"{self._host}:{self._listener.getsockname()[1]}"
 
     def publishing(self, version: int) -> AbstractContextManager[Path]:
         """See :class:`staleflow.parameter_server.base.ParameterServer`."""

@@ -1,5 +1,6 @@
 """A proxy for tests, which cuts and changes what a server sends."""
 
+import functools
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ class Proxy:
                     continue
                 self._sockets.append(far)
                 self._start(near, far, lambda data: data)
-                self._start(far, near, lambda data, number=number: self._change(number, data))
+                self._start(far, near, functools.partial(self._change, number))
 
     def _start(self, source: socket.socket, sink: socket.socket, change: Callable[[bytes], bytes]) -> None:
         self._threads.append(threading.Thread(target=_pump, args=(source, sink, change)))

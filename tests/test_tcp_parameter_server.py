@@ -319,16 +319,14 @@ def test_nonsense_costs_a_stranger_the_connection_and_nobody_else_anything(
     pull(server.address, 1, here, secret=SECRET)
 
 
-def test_puller_without_space_says_so(
-    server: TcpParameterServer, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_puller_without_space_says_so(server: TcpParameterServer, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(server, 1)
 
     def full(descriptor: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(WeightsError, match="version 1 could not be pulled .*No space left on device"):
+    with pytest.raises(WeightsError, match=r"version 1 could not be pulled .*No space left on device"):
         pull(server.address, 1, here, secret=SECRET)
     assert not here.with_name("here.partial").exists()
 

@@ -164,6 +164,8 @@ class VllmServer:
         return {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": threads,
+            # By default every server binds its threads to the same first cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": str(self.settings.cache_gib),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",

@@ -91,9 +91,9 @@ class PulledWeights(WeightTransferEngine[Nothing, Source]):
 
     def prefetch(self, source: dict[str, Any]) -> dict[str, Any]:
         """Start a pull or say how far it is; a failed one starts again after it has been told of once."""
-        pull = self._pull_of(self.parse_update_info(source))
-        progress = asdict(pull.progress)
-        if pull.progress.state == "failed":
+        wanted = self._pull_of(self.parse_update_info(source))
+        progress = asdict(wanted.progress)
+        if wanted.progress.state == "failed":
             self._pull = None
         return progress
 
@@ -103,12 +103,12 @@ class PulledWeights(WeightTransferEngine[Nothing, Source]):
 
     def receive_weights(self, update_info: Source) -> None:
         """Have the version at hand and checked; raises :class:`WeightsError` with the model untouched."""
-        pull = self._pull_of(update_info)
-        pull.join()
-        if pull.progress.state == "failed":
+        wanted = self._pull_of(update_info)
+        wanted.join()
+        if wanted.progress.state == "failed":
             self._pull = None
-            raise WeightsError(f"version {update_info.version} refused: {pull.progress.error}")
-        self._accepted = pull
+            raise WeightsError(f"version {update_info.version} refused: {wanted.progress.error}")
+        self._accepted = wanted
 
     def finish_weight_update(self) -> None:
         """Swap the accepted version in; without one, nothing changes."""
@@ -126,9 +126,9 @@ class PulledWeights(WeightTransferEngine[Nothing, Source]):
 
     def shutdown(self) -> None:
         """Let go of what was pulled."""
-        for pull in (self._pull, self._accepted):
-            if pull is not None:
-                pull.close()
+        for held in (self._pull, self._accepted):
+            if held is not None:
+                held.close()
         self._pull = self._accepted = None
 
     def _pull_of(self, source: Source) -> "_Pull":

@@ -73,7 +73,7 @@ class Leashed:
     async def died(self) -> ChildError:
         """Wait until the program has ended; returns the error that says how, with the last lines of its log."""
         death = await self._child.died()
-        self._kill_rest()
+        await self.stop()
         return death
 
     def log_tail(self) -> str:

@@ -11,7 +11,7 @@ MODULES = sorted((ROOT / "staleflow").rglob("*.py"))
 FOUNDATIONS = {"clock", "errors", "types"}
 STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_folder", "view", "process", "queue"}
 COMMANDS = {"__main__", "cli", "bench", "explain"}
-RUN_IN_CHILDREN = {"engines/embedded_server.py"} | {
+RUN_IN_CHILDREN = {f"engines/{name}.py" for name in ("embedded_server", "vllm_checkpoint", "vllm_weights")} | {
     f"trainer/{name}.py"
     for name in ("advantages", "aggregation", "learner", "local_server", "loss_metrics", "losses", "sequences", "state")
 }

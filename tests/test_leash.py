@@ -13,16 +13,14 @@ from processes import descendants, gone
 from staleflow.errors import EngineError
 from staleflow.leash import Leashed
 
-READY = "ready"
-
-FAMILY = f"""
-import os, signal, subprocess, sys, time
+FAMILY = """
+import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sleep = [sys.executable, "-c", "import time; time.sleep(1000)"]
 subprocess.Popen(sleep)
 subprocess.Popen(sleep, start_new_session=True)
-subprocess.run([sys.executable, "-c", f"import subprocess; subprocess.Popen({{sleep!r}}, start_new_session=True)"])
-print("{READY}", flush=True)
+subprocess.run([sys.executable, "-c", f"import subprocess; subprocess.Popen({sleep!r}, start_new_session=True)"])
+open("ready", "w").close()
 time.sleep(1000)
 """
 """Ignores SIGTERM, and has a child, one in a session of its own, and one there whose parent has ended."""
@@ -40,10 +38,10 @@ async def start(program: str, folder: Path) -> Leashed:
 
 async def family(folder: Path) -> tuple[Leashed, list[int]]:
     """It and all of its processes, the one in between included."""
-    leashed = await start(FAMILY, folder)
-    log = folder / "engine-0.log"
-    while READY not in log.read_text():
-        await asyncio.sleep(0.01)
+    ready = folder / "ready"
+    os.mkfifo(ready)
+    leashed = await start(f"import os; os.chdir({str(folder)!r})\n{FAMILY}", folder)
+    await asyncio.to_thread(ready.read_text)
     (between,) = (pid for pid in descendants(os.getpid()) if leashed.pid in descendants(pid))
     return leashed, [between, *descendants(between)]
 

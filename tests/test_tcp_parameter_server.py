@@ -108,13 +108,25 @@ def test_a_pulled_version_is_what_was_published(server: TcpParameterServer, here
     assert steps == [(CHUNK_BYTES * chunk, 8000) for chunk in range(CHUNKS + 1)]
 
 
-def test_a_version_is_pulled_into_memory_without_a_name(server: TcpParameterServer) -> None:
+def test_memory_is_used_again_for_the_next_version(server: TcpParameterServer) -> None:
+    publish(server, 1)
+    publish(server, 2, {name: bytes(len(data)) for name, data in FILES.items()})
+    memory = Memory()
+    pull(server.address, 1, memory, secret=SECRET)
+    assert {name: bytes(view) for name, view in memory.files.items()} == FILES
+    before = {id(view.obj) for view in memory.files.values() if len(view)}
+    pull(server.address, 2, memory, secret=SECRET)
+    assert {name: bytes(view) for name, view in memory.files.items()} == {n: bytes(len(d)) for n, d in FILES.items()}
+    assert {id(view.obj) for view in memory.files.values() if len(view)} == before
+
+
+def test_memory_holds_no_files_after_a_pull_that_failed(server: TcpParameterServer) -> None:
     publish(server, 1)
     memory = Memory()
     pull(server.address, 1, memory, secret=SECRET)
-    assert {name: path.read_bytes() for name, path in memory.paths.items()} == FILES
-    memory.close()
-    assert memory.paths == {}
+    with pytest.raises(WeightsError):
+        pull(server.address, 7, memory, secret=SECRET)
+    assert memory.files == {}
 
 
 @pytest.mark.parametrize("streams", [1, 3, 20])

@@ -7,18 +7,14 @@ calls and their order are in ``docs/design/weights.md``.
 Invariant: between two calls the model is wholly of one version. A swap that fails ends the process.
 """
 
-import json
 import os
 import threading
 import traceback
-from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -27,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from staleflow.engines.vllm_checkpoint import Shapes, check_shapes, checkpoint_files, shapes_in, tensors_in, touch
 from staleflow.engines.vllm_plugin import SECRET_VARIABLE
 from staleflow.errors import WeightsError
 from staleflow.transfer.client import Memory, pull
@@ -34,10 +31,6 @@ from staleflow.transfer.client import Memory, pull
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
-
-Shapes = dict[str, tuple[int, ...]]
-
-DIFFERENCES_SHOWN = 3
 
 
 @dataclass
@@ -82,7 +75,8 @@ class PulledWeights(WeightTransferEngine[Nothing, Source]):
         super().__init__(config, vllm_config, device, model)
         tied = self.model_config.hf_text_config.tie_word_embeddings
         self._optional = {"lm_head.weight"} if tied else set()
-        self._expected = _shapes(_checkpoint_files(self.model_config.model, self.model_config.revision))
+        self._expected = shapes_in(checkpoint_files(self.model_config.model, self.model_config.revision))
+        self._memory = Memory()
         self._pull: _Pull | None = None
         self._accepted: _Pull | None = None
 
@@ -121,123 +115,74 @@ class PulledWeights(WeightTransferEngine[Nothing, Source]):
         except BaseException:  # noqa: BLE001 - whatever it was, the model is of two versions now
             traceback.print_exc()
             os._exit(1)
-        self._accepted.close()
         self._accepted = self._pull = None
 
     def shutdown(self) -> None:
         """Let go of what was pulled."""
-        for held in (self._pull, self._accepted):
-            if held is not None:
-                held.close()
         self._pull = self._accepted = None
+        self._memory = Memory()
 
     def _pull_of(self, source: Source) -> "_Pull":
         if self._pull is None or self._pull.source != source:
-            self._pull = _Pull(source, self._expected, self._optional)
+            if self._pull is not None and self._pull.running:
+                # It will write into this memory for as long as it lasts.
+                self._memory = Memory()
+            self._pull = _Pull(source, self._memory, self._expected, self._optional)
         return self._pull
 
 
 class _Pull:
     """One version, on its way or at hand."""
 
-    def __init__(self, source: Source, expected: Shapes, optional: set[str]) -> None:
+    def __init__(self, source: Source, memory: Memory, expected: Shapes, optional: set[str]) -> None:
         self.source = source
         self.progress = Prefetch(source.version)
         self.tensors: dict[str, torch.Tensor] = {}
         self._expected = expected
         self._optional = optional
-        self._memory = Memory()
+        self._memory = memory
         self._thread = threading.Thread(target=self._run, name="weights-pull", daemon=True)
         self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether it is neither ready nor has failed."""
+        return self._thread.is_alive()
 
     def join(self) -> None:
         """Wait until it is ready or has failed. The pull itself has a time limit."""
         self._thread.join()
 
-    def close(self) -> None:
-        """Free the memory."""
-        self.tensors = {}
-        self._memory.close()
-
     def _run(self) -> None:
         try:
-            paths = self._pulled()
-            _check(_shapes(paths), self._expected, self._optional)
-            for path in paths:
-                self.tensors |= load_file(path)
-            for tensor in self.tensors.values():
-                _touch(tensor)
+            tensors = self._pulled() if self.source.folder is None else self._mapped(Path(self.source.folder))
+            check_shapes(
+                {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._expected, self._optional
+            )
+            for tensor in tensors.values():
+                touch(tensor)
         except Exception as error:  # noqa: BLE001 - it is told to whoever asks
-            self.close()
             self.progress.error = str(error)
             self.progress.state = "failed"
         else:
+            self.tensors = tensors
             self.progress.state = "ready"
 
-    def _pulled(self) -> list[Path]:
-        if self.source.folder is not None:
-            paths = sorted(Path(self.source.folder).glob("*.safetensors"))
-            if not paths:
-                raise WeightsError(f"there are no weights in {self.source.folder}")
-            self._report(*[sum(path.stat().st_size for path in paths)] * 2)
-            return paths
+    def _mapped(self, folder: Path) -> dict[str, torch.Tensor]:
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise WeightsError(f"there are no weights in {folder}")
+        self._report(*[sum(path.stat().st_size for path in paths)] * 2)
+        return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+
+    def _pulled(self) -> dict[str, torch.Tensor]:
         assert self.source.address is not None
         secret = os.environ.get(SECRET_VARIABLE)
         if not secret:
             raise WeightsError(f"${SECRET_VARIABLE} is not set where the vLLM server was started")
         pull(self.source.address, self.source.version, self._memory, secret=secret, progress=self._report)
-        return [path for name, path in self._memory.paths.items() if name.endswith(".safetensors")]
+        files = [view for name, view in self._memory.files.items() if name.endswith(".safetensors")]
+        return {name: tensor for view in files for name, tensor in tensors_in(view).items()}
 
     def _report(self, pulled_bytes: int, total_bytes: int) -> None:
         self.progress.pulled_bytes, self.progress.total_bytes = pulled_bytes, total_bytes
-
-
-def _touch(tensor: torch.Tensor) -> None:
-    """Have the pages of a mapped tensor at hand before the pause instead of in it."""
-    tensor.flatten().view(torch.uint8)[:: os.sysconf("SC_PAGESIZE")].sum()
-
-
-def _checkpoint_files(model: str, revision: str | None) -> list[Path]:
-    """The safetensors files that the model was loaded from."""
-    folder = Path(model)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    else:
-        names = {path.name for path in folder.glob("*.safetensors")}
-    if not names:
-        raise WeightsError(f"{folder} holds no safetensors files, so weights cannot be checked against them")
-    return [folder / name for name in sorted(names)]
-
-
-def _shapes(paths: Iterable[Path]) -> Shapes:
-    shapes: Shapes = {}
-    with ExitStack() as stack:
-        for path in paths:
-            file = stack.enter_context(safe_open(path, "pt"))
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
-
-
-def _check(shapes: Shapes, expected: Shapes, optional: set[str]) -> None:
-    """Refuse weights of another model; raises :class:`WeightsError`."""
-    missing = expected.keys() - shapes.keys() - optional
-    unknown = shapes.keys() - expected.keys() - optional
-    common = sorted(shapes.keys() & expected.keys())
-    wrong = [
-        *(f"{name} is missing" for name in sorted(missing)),
-        *(f"{name} is unknown" for name in sorted(unknown)),
-        *(
-            f"{name} is of shape {list(shapes[name])} instead of {list(expected[name])}"
-            for name in common
-            if shapes[name] != expected[name]
-        ),
-    ]
-    if wrong:
-        shown = "; ".join(wrong[:DIFFERENCES_SHOWN])
-        more = f" and {len(wrong) - DIFFERENCES_SHOWN} more" if len(wrong) > DIFFERENCES_SHOWN else ""
-        raise WeightsError(f"these are weights of another model: {shown}{more}")

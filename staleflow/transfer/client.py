@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -36,26 +36,28 @@ STALL_S = 30.0
 
 
 class Memory:
-    """Files without a name, in memory that is freed when this object or its process ends, however that happens."""
+    """Files without a name, in memory of this process.
+
+    The memory stays when the files are replaced, for the next ones of the same sizes: to take a page from the system
+    and give it back costs several times what it costs to fill it.
+    """
 
     def __init__(self) -> None:
-        self.descriptors: dict[str, int] = {}
+        self.files: dict[str, memoryview] = {}
+        self._spare: list[mmap.mmap] = []
 
-    @property
-    def paths(self) -> dict[str, Path]:
-        """Where this process can open each file."""
-        return {name: Path(f"/proc/self/fd/{descriptor}") for name, descriptor in self.descriptors.items()}
+    def create(self, name: str, size_bytes: int) -> memoryview:
+        """A file's memory, whatever is in it."""
+        fitting = [mapping for mapping in self._spare if len(mapping) == size_bytes]
+        if fitting:
+            self._spare.remove(fitting[0])
+        self.files[name] = memoryview(fitting[0] if fitting else _anonymous(size_bytes))
+        return self.files[name]
 
-    def create(self, name: str) -> int:
-        """A new file's descriptor, which stays this object's."""
-        descriptor = os.memfd_create(name)
-        self.descriptors[name] = descriptor
-        return descriptor
-
-    def close(self) -> None:
-        """Free the memory as soon as nothing maps it. Idempotent."""
-        while self.descriptors:
-            os.close(self.descriptors.popitem()[1])
+    def clear(self) -> None:
+        """Give the files up, so that their memory can be used again; nobody may look at them any more."""
+        self._spare = [view.obj for view in self.files.values() if isinstance(view.obj, mmap.mmap)]
+        self.files = {}
 
 
 def pull(
@@ -73,7 +75,8 @@ def pull(
     Args:
         address: ``host:port`` of a :class:`staleflow.parameter_server.tcp.TcpParameterServer`.
         version: a version that can be pulled there.
-        into: a folder that does not exist yet and appears when it is complete, or a :class:`Memory`.
+        into: a folder that does not exist yet and appears when it is complete, or a :class:`Memory`, whose files are
+            replaced.
         secret: the server's.
         streams: connections at once.
         timeout_s: after which the pull gives up, however well it gets on.
@@ -93,40 +96,38 @@ class _DamagedChunkError(Exception):
     """A chunk is not what its checksum says."""
 
 
+Create: TypeAlias = Callable[[str, int], memoryview]
+"""Makes a file of a name and a size in bytes; returns the memory that is its contents."""
+
+
 @contextmanager
-def _destination(into: Path | Memory) -> Iterator[Callable[[str], int]]:
-    """How to create a file; the caller's files are complete or gone when the block ends."""
+def _destination(into: Path | Memory) -> Iterator[Create]:
+    """How to create a file; when the block ends, all files are complete or there are none."""
     if isinstance(into, Memory):
+        into.clear()
         try:
             yield into.create
         except BaseException:
-            into.close()
+            into.clear()
             raise
         return
     partial = into.with_name(f"{into.name}.partial")
-    with ExitStack() as descriptors:
-        partial.mkdir()
-        try:
-
-            def create(name: str) -> int:
-                descriptor = os.open(partial / name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-                descriptors.callback(os.close, descriptor)
-                return descriptor
-
-            yield create
-            partial.rename(into)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield lambda name, size_bytes: _mapped_file(partial / name, size_bytes)
+        partial.rename(into)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class _Layout:
     """Where the bytes of an offered version are to land."""
 
-    def __init__(self, offer: wire.Offer, create: Callable[[str], int]) -> None:
+    def __init__(self, offer: wire.Offer, create: Create) -> None:
         self.identity = offer.identity
         self.chunks = wire.chunks_of(offer.files, offer.chunk_bytes)
         self.size_bytes = sum(file.size_bytes for file in offer.files)
-        self._files = [_mapped(create(_checked(file)), file.size_bytes) for file in offer.files]
+        self._files = [create(_checked(file), file.size_bytes) for file in offer.files]
 
     def target(self, number: int) -> memoryview:
         """The memory of a chunk."""
@@ -151,7 +152,7 @@ class _Pull:
         self._pulled_bytes = 0
         self._given_up = threading.Event()
 
-    def run(self, create: Callable[[str], int], streams: int) -> None:
+    def run(self, create: Create, streams: int) -> None:
         connection, offer = self._persist(self._connect)
         with connection:
             layout = _Layout(offer, create)
@@ -246,9 +247,15 @@ def _checked(file: wire.File) -> str:
     return file.name
 
 
-def _mapped(descriptor: int, size_bytes: int) -> memoryview:
+def _anonymous(size_bytes: int) -> mmap.mmap | bytes:
+    """Memory that nothing else has; a mapping cannot be empty."""
+    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if size_bytes else b""
+
+
+def _mapped_file(path: Path, size_bytes: int) -> memoryview:
     """A new file's memory. Its space is taken first: where there is none, that is an error and not a signal later."""
-    if size_bytes == 0:
-        return memoryview(b"")
-    os.posix_fallocate(descriptor, 0, size_bytes)
-    return memoryview(mmap.mmap(descriptor, size_bytes))
+    with path.open("xb+") as file:
+        if size_bytes == 0:
+            return memoryview(b"")
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+        return memoryview(mmap.mmap(file.fileno(), size_bytes))

@@ -22,7 +22,8 @@ Result = TypeVar("Result")
 
 ALPHABET = "abcdefgh:"
 SECRET = "a secret of the test"
-REQUEST_TIMEOUT_S = 120.0
+CONTEXT_TOKENS = 16_384
+REQUEST_TIMEOUT_S = 300.0
 
 
 class RequestError(Exception):
@@ -97,11 +98,26 @@ class RealServer:
         )
         return dict(reply["choices"][0])
 
+    def generated_tokens(self) -> float:
+        """How many tokens it has generated since its start."""
+        metrics = self._fetch("/metrics", None).decode().splitlines()
+        return sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:generation_tokens_total{"))
+
+    def wait_for_tokens(self, more: float) -> None:
+        """Until it has generated so many more."""
+        enough = self.generated_tokens() + more
+        while self.generated_tokens() < enough:
+            continue
+
     def _call(self, path: str, body: bytes | None) -> Any:
+        return json.loads(self._fetch(path, body) or b"null")
+
+    def _fetch(self, path: str, body: bytes | None) -> bytes:
         request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as reply:
-                return json.loads(reply.read() or b"null")
+                contents: bytes = reply.read()
+                return contents
         except urllib.error.HTTPError as error:
             with error:
                 raise RequestError(error.read().decode()) from None
@@ -122,7 +138,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that both servers serve as version 0."""
-    return character_llama(tmp_path_factory.mktemp("model"), ALPHABET, max_tokens=512)
+    return character_llama(tmp_path_factory.mktemp("model"), ALPHABET, max_tokens=CONTEXT_TOKENS)
 
 
 @pytest.fixture(scope="session")

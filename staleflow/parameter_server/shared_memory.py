@@ -2,18 +2,22 @@
 
 Each version is one immutable folder that appears under its name only when complete. Readers map its files; the trainer
 writes the next one beside it. A folder is removed when it is older than the newest ``keep`` and nobody pulls it.
+
+Versions may be pulled from any thread. The lock is held for bookkeeping alone, never while files are read or removed.
 """
 
+import errno
 import fcntl
 import shutil
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from staleflow.errors import ConfigError
+from staleflow.errors import ConfigError, WeightsError
 
 PREFIX = "staleflow-"
 
@@ -36,7 +40,8 @@ class SharedMemoryParameterServer:
             raise ConfigError(f"keep is {keep}; at least 2 versions must stay pullable")
         parent = _shared_memory_folder() if folder is None else folder
         _remove_orphans(parent)
-        self._folder, self._lock = _owned_folder(parent)
+        self._folder, self._owner = _owned_folder(parent)
+        self._lock = threading.Lock()
         self._keep = keep
         self._published: list[int] = []
         self._pulls: Counter[int] = Counter()
@@ -51,43 +56,64 @@ class SharedMemoryParameterServer:
         """See :class:`staleflow.parameter_server.base.ParameterServer`; versions must increase."""
         if self._published and version <= self._published[-1]:
             raise ConfigError(f"version {version} published after version {self._published[-1]}")
+        self._check_space(version)
         partial = self._folder / f"{version}.partial"
-        partial.mkdir()
         try:
+            partial.mkdir()
             yield partial
             if not any(partial.glob("*.safetensors")):
                 raise FileNotFoundError(f"no weights were written for version {version}")
             partial.rename(self._path(version))
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise WeightsError(f"version {version} cannot be published in {self._folder}: {error}") from error
+            raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        self._published.append(version)
+        with self._lock:
+            self._published.append(version)
         self._remove_unused()
 
     @contextmanager
     def pulling(self, version: int) -> Iterator[Path]:
         """See :class:`staleflow.parameter_server.base.ParameterServer`; raises ``KeyError`` when not pullable."""
-        if version not in self._published:
-            raise KeyError(f"version {version} cannot be pulled; versions {self._published} can")
-        self._pulls[version] += 1
+        with self._lock:
+            if version not in self._published:
+                raise KeyError(f"version {version} cannot be pulled; versions {self._published} can")
+            self._pulls[version] += 1
         try:
             yield self._path(version)
         finally:
-            self._pulls[version] -= 1
+            with self._lock:
+                self._pulls[version] -= 1
             self._remove_unused()
 
     def close(self) -> None:
         """Remove the folder. Idempotent."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._lock.close()
+        self._owner.close()
 
     def _path(self, version: int) -> Path:
         return self._folder / str(version)
 
     def _remove_unused(self) -> None:
-        for version in self._published[: -self._keep]:
-            if self._pulls[version] == 0:
-                shutil.rmtree(self._path(version), ignore_errors=True)
-                self._published.remove(version)
+        with self._lock:
+            unused = [version for version in self._published[: -self._keep] if self._pulls[version] == 0]
+            self._published = [version for version in self._published if version not in unused]
+        for version in unused:
+            shutil.rmtree(self._path(version), ignore_errors=True)
+
+    def _check_space(self, version: int) -> None:
+        """In shared memory a writer that runs out of space may be killed by a signal that names no reason."""
+        if not self._published:
+            return
+        needed_bytes = sum(path.stat().st_size for path in self._path(self._published[-1]).iterdir())
+        free_bytes = shutil.disk_usage(self._folder).free
+        if free_bytes < needed_bytes:
+            raise WeightsError(
+                f"version {version} cannot be published: the one before takes {needed_bytes / 1e6:.0f} MB, and "
+                f"{self._folder} has {free_bytes / 1e6:.0f} MB left"
+            )
 
 
 def _owned_folder(parent: Path) -> tuple[Path, IO[bytes]]:

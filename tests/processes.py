@@ -1,0 +1,22 @@
+"""Which processes there are, for tests of how they end."""
+
+import psutil
+
+PATIENCE_S = 60.0
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process has started, and those that they have."""
+    return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether all of them end before patience does. Ended ones for which nobody has waited count as gone."""
+    processes = []
+    for pid in pids:
+        try:
+            processes.append(psutil.Process(pid))
+        except psutil.NoSuchProcess:
+            continue
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
+    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)

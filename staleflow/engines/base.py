@@ -4,6 +4,7 @@ An engine takes token ids and returns token ids, behaviour logprobs and the poli
 nothing of tasks, groups, rewards or staleness.
 """
 
+import math
 from pathlib import Path
 from typing import Protocol
 

@@ -15,6 +15,7 @@ from models import always, load
 
 from staleflow.engines.vllm_server import VllmServer
 from staleflow.errors import EngineError
+from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
 from staleflow.parameter_server.tcp import TcpParameterServer
 from staleflow.testing import character_llama
 
@@ -159,7 +160,7 @@ def servers(
 
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TcpParameterServer]:
-    weights = TcpParameterServer("127.0.0.1", secret=SECRET)
+    weights = TcpParameterServer("127.0.0.1", secret=SECRET, weights=SharedMemoryParameterServer(keep=3))
     yield weights
     weights.close()
 

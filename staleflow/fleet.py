@@ -111,7 +111,8 @@ class Fleet:
                 del self._slots[chosen.result()].requests[request.request_id]
                 self.load.ended()
             self._changed()
-        check_generation(request, generation, oldest=min_version, published=self._published())
+        vocabulary = self._slots[index].engine.vocabulary
+        check_generation(request, generation, oldest=min_version, published=self._published(), vocabulary=vocabulary)
         return index, generation
 
     def running(self, request_id: str) -> tuple[int, float] | None:

@@ -36,6 +36,7 @@ from staleflow.errors import ConfigError, LedgerError, RunFolderError, TooManyFa
 from staleflow.events import CheckpointBegan, CheckpointSaved, Consumed, PhaseBegan, Published, Released, Resumed
 from staleflow.fleet import Fleet
 from staleflow.members import GroupFilter, Members
+from staleflow.one_model import refuse_different_models
 from staleflow.parameter_server.base import ParameterServer
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
 from staleflow.recorder import Recorder
@@ -219,6 +220,7 @@ class Pipeline(Generic[TaskData]):
             for index, engine in enumerate(self._fleet.engines):
                 starting.create_task(self._start_engine(engine, f"engine-{index}"))
             starting.create_task(self._start_trainer())
+        refuse_different_models(self._fleet.engines, self._trainer.limits)
         if self._resumed is not None:
             await self._resume(self._resumed)
         self._trainer_ready = True

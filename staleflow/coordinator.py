@@ -22,7 +22,8 @@ class EngineView(msgspec.Struct, frozen=True):
     """One engine at the time of the snapshot.
 
     ``version`` is the one it has confirmed, the least that any token sampled from now on can have; ``running``
-    counts the requests it has not answered.
+    counts the requests it has not answered. ``held_at`` is the version that an evaluation holds it at: it pulls that,
+    if it has yet to, and nothing newer; None if it is not held.
     """
 
     engine: int
@@ -30,13 +31,18 @@ class EngineView(msgspec.Struct, frozen=True):
     health: Health
     running: int
     capacity: int
+    held_at: int | None = None
 
 
 class WaitingRequest(msgspec.Struct, frozen=True):
-    """A request that no engine has; it may run where the version is at least ``min_version``."""
+    """A request that no engine has; it may run where the version is at least ``min_version``.
+
+    One that is ``pinned`` belongs to an evaluation, and may run only where that version is served and held.
+    """
 
     request_id: str
     min_version: int
+    pinned: bool = False
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -85,19 +91,28 @@ class Coordinator(Protocol):
         """Commands to carry out, in order; called again whenever something has changed."""
 
 
+def may_answer(engine: EngineView, request: WaitingRequest) -> bool:
+    """Whether a request may run on an engine."""
+    if request.pinned:
+        return engine.held_at == engine.version == request.min_version
+    return engine.version >= request.min_version
+
+
 class LeastLoad:
-    """Every request to the eligible engine with the least load; every engine to the newest version at once."""
+    """Every request to the eligible engine with the least load; every engine that is not held to the newest version at
+    once."""
 
     def decide(self, snapshot: Snapshot) -> list[Command]:
         """See :class:`Coordinator`."""
         running = {engine.engine: engine.running for engine in snapshot.engines}
         commands: list[Command] = [
-            Sync(engine.engine, snapshot.published)
+            Sync(engine.engine, wanted)
             for engine in snapshot.engines
-            if engine.health is Health.HEALTHY and engine.version < snapshot.published
+            for wanted in [snapshot.published if engine.held_at is None else engine.held_at]
+            if engine.health is Health.HEALTHY and engine.version < wanted
         ]
         for request in snapshot.waiting:
-            eligible = [engine for engine in snapshot.engines if engine.version >= request.min_version]
+            eligible = [engine for engine in snapshot.engines if may_answer(engine, request)]
             chosen = _least_loaded(eligible, running)
             if chosen is not None:
                 running[chosen.engine] += 1
@@ -111,7 +126,11 @@ class LeastLoad:
     def _has_room(self, snapshot: Snapshot) -> bool:
         # Admitting no more than the engines can run keeps new groups waiting for the newest weights instead of
         # ageing in a queue. A group larger than all engines together still has to start.
-        capacity = sum(engine.capacity for engine in snapshot.engines)
+        # One that is held behind the others serves none of them.
+        newest = max(engine.version for engine in snapshot.engines)
+        capacity = sum(
+            engine.capacity for engine in snapshot.engines if engine.held_at is None or engine.version == newest
+        )
         return snapshot.running_members == 0 or snapshot.running_members + snapshot.group_size <= capacity
 
 

@@ -46,6 +46,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     stale_trajectories: int
     evaluations: list[Evaluation]
+    skipped_updates: int = 0
 
 
 class HistorySizes(msgspec.Struct, frozen=True, kw_only=True):

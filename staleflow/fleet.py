@@ -25,6 +25,7 @@ class _Slot:
         self.engine = engine
         self.version = 0
         self.health = Health.HEALTHY
+        self.held_at: int | None = None
         self.requests: dict[str, float] = {}
         """Those that it has not answered, and since when it has them."""
 
@@ -79,13 +80,32 @@ class Fleet:
     def views(self) -> tuple[EngineView, ...]:
         """The engines' part of a snapshot."""
         return tuple(
-            EngineView(index, slot.version, slot.health, slot.running, slot.engine.capacity)
+            EngineView(index, slot.version, slot.health, slot.running, slot.engine.capacity, slot.held_at)
             for index, slot in enumerate(self._slots)
         )
 
     def version(self, engine: int) -> int:
         """The version an engine has confirmed."""
         return self._slots[engine].version
+
+    @property
+    def least_busy(self) -> int:
+        """The engine with the fewest requests; the first of equal ones."""
+        return min(range(len(self._slots)), key=lambda index: self._slots[index].running)
+
+    def hold(self, engine: int, version: int) -> None:
+        """Keep an engine from everything newer than ``version``, which it may yet have to pull."""
+        self._slots[engine].held_at = version
+        self._changed()
+
+    def let_go(self, engine: int) -> None:
+        """Undo :meth:`hold`."""
+        self._slots[engine].held_at = None
+        self._changed()
+
+    def may_sync(self, engine: int, version: int) -> bool:
+        """Whether nothing holds an engine at another version."""
+        return self._slots[engine].held_at in (None, version)
 
     def dispatch(self, request_id: str, engine: int) -> bool:
         """Give a waiting request its engine; False when it no longer waits."""
@@ -95,12 +115,15 @@ class Fleet:
         self.load.started()
         return True
 
-    async def generate(self, request: GenerateRequest, *, min_version: int) -> tuple[int, Generation]:
-        """Answer a request on an engine of at least ``min_version``; returns which engine that was, and its answer.
+    async def generate(
+        self, request: GenerateRequest, *, min_version: int, pinned: bool = False
+    ) -> tuple[int, Generation]:
+        """Answer a request on an engine of at least ``min_version``, or exactly that if it is ``pinned``; returns which
+        engine that was, and its answer.
 
         Raises :class:`EngineError` when the engine cannot serve the request or its reply is malformed.
         """
-        chosen = self._store.wait_for_engine(request.request_id, min_version)
+        chosen = self._store.wait_for_engine(request.request_id, min_version, pinned=pinned)
         self._changed()
         try:
             index = await chosen
@@ -112,7 +135,8 @@ class Fleet:
                 self.load.ended()
             self._changed()
         vocabulary = self._slots[index].engine.vocabulary
-        check_generation(request, generation, oldest=min_version, published=self._published(), vocabulary=vocabulary)
+        newest = min_version if pinned else self._published()
+        check_generation(request, generation, oldest=min_version, published=newest, vocabulary=vocabulary)
         return index, generation
 
     def running(self, request_id: str) -> tuple[int, float] | None:

@@ -105,9 +105,12 @@ class Members(Generic[TaskData]):
             self._start_attempt(group, member)
             self._play(group, member)
 
-    async def play_task(self, data: TaskData, trajectory: Trajectory, min_version: int) -> None:
-        """Play one task to its reward on engines of at least ``min_version``; raises what :func:`play` raises."""
-        generate = partial(self._continue, min_version=min_version)
+    async def play_task(
+        self, data: TaskData, trajectory: Trajectory, min_version: int, *, pinned: bool = False
+    ) -> None:
+        """Play one task to its reward on engines of at least ``min_version``, or on those held at exactly that if it is
+        ``pinned``; raises what :func:`play` raises."""
+        generate = partial(self._continue, min_version=min_version, pinned=pinned)
         llm = LLM(trajectory, generate, self._fleet.tokenizer, self._fleet.max_model_tokens)
         await play(self._rollout, data, llm, trajectory, self._config.rollout_timeout_s)
 
@@ -129,14 +132,16 @@ class Members(Generic[TaskData]):
         else:
             self._member_finished(group, trajectory)
 
-    async def _continue(self, trajectory: Trajectory, max_new_tokens: int, *, min_version: int) -> FinishReason:
+    async def _continue(
+        self, trajectory: Trajectory, max_new_tokens: int, *, min_version: int, pinned: bool
+    ) -> FinishReason:
         """Let an engine continue a trajectory and append the segment; raises what :meth:`Fleet.generate` raises."""
         trajectory.requests += 1
         request_id = trajectory.newest_request_id
         self._recorder.event(Requested(self._recorder.t(), request_id))
         request = GenerateRequest(request_id, trajectory.token_ids, max_new_tokens)
         try:
-            engine, answer = await self._fleet.generate(request, min_version=min_version)
+            engine, answer = await self._fleet.generate(request, min_version=min_version, pinned=pinned)
         except BaseException:
             self._recorder.event(Dropped(self._recorder.t(), request_id))
             raise

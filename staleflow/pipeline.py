@@ -32,7 +32,8 @@ from staleflow.config import Config
 from staleflow.coordinator import Coordinator, LeastLoad
 from staleflow.cut import Cut, cut_group, revive_group
 from staleflow.engines.base import Engine
-from staleflow.errors import ConfigError, LedgerError, RunFolderError, TooManyFailuresError
+from staleflow.errors import ConfigError, LedgerError, RunFolderError
+from staleflow.evaluation import Evaluations
 from staleflow.events import CheckpointBegan, CheckpointSaved, Consumed, PhaseBegan, Published, Released, Resumed
 from staleflow.fleet import Fleet
 from staleflow.members import GroupFilter, Members
@@ -43,15 +44,14 @@ from staleflow.recorder import Recorder
 from staleflow.rollout import Rollout
 from staleflow.rollouts import Rollouts
 from staleflow.run_folder import RunFolder
-from staleflow.statistics import Evaluation, PipelineStatistics, Report
+from staleflow.statistics import PipelineStatistics, Report
 from staleflow.store import TrajectoryStore
 from staleflow.tasks import ResumableTaskSource, TaskSource, hand_out_again
 from staleflow.trainer.base import Trainer
-from staleflow.types import StepMetrics, TaskData, TrainBatch, Trajectory
+from staleflow.types import StepMetrics, TaskData, TrainBatch
 from staleflow.view import show
 
 SAVE_TIMEOUT_S = 120.0
-EVALUATION_SHARE = 4
 
 logger = logging.getLogger("staleflow")
 
@@ -178,6 +178,14 @@ class Pipeline(Generic[TaskData]):
             changed=self._changed,
             spawn=self._spawn,
         )
+        self._evaluations = Evaluations(
+            self._held_out,
+            config=self.config,
+            fleet=self._fleet,
+            weights=weights,
+            members=self._members,
+            recorder=self._recorder,
+        )
         self._rollouts = Rollouts(
             tasks=self._tasks,
             coordinator=self._coordinator,
@@ -201,6 +209,7 @@ class Pipeline(Generic[TaskData]):
             running=self._fleet.load.running,
             waiting=len(self._store.waiting),
             failed=self._members.failures.total,
+            evaluation=self._evaluations.progress,
         )
 
     def blockers(self) -> tuple[Blocker, ...]:
@@ -230,7 +239,7 @@ class Pipeline(Generic[TaskData]):
 
         if self._resumed is None:
             self._enter("evaluating before the first step")
-            await self._evaluate(at_once=self._fleet.capacity)
+            await self._evaluations.alone(self._ledger.published)
         self._enter("training")
         self._recorder.training_begins()
         self._fleet.load.begin()
@@ -242,7 +251,7 @@ class Pipeline(Generic[TaskData]):
         if self._evaluation is not None:
             await self._evaluation
         if self._recorder.evaluated_step != self._ledger.published:
-            await self._evaluate(at_once=self._fleet.capacity)
+            await self._evaluations.alone(self._ledger.published)
         self._enter("saving")
         await self._trainer.save(self._folder.checkpoint)
         self._enter("done")
@@ -386,10 +395,8 @@ class Pipeline(Generic[TaskData]):
     def _evaluate_if_due(self, version: int) -> None:
         every = self.config.evaluate_every_steps
         due = every is not None and version % every == 0 and version < self.config.steps
-        if due and (self._evaluation is None or self._evaluation.done()):
-            # A part of the engines' room, so that training goes on beside it.
-            at_once = max(1, self._fleet.capacity // EVALUATION_SHARE)
-            self._evaluation = self._spawn(self._evaluate(at_once=at_once), "evaluation")
+        if due and self._held_out and (self._evaluation is None or self._evaluation.done()):
+            self._evaluation = self._spawn(self._evaluations.beside_training(version), "evaluation")
 
     async def _batch_ready(self) -> bool:
         """Wait for the next batch, with as much patience as the straggler policy has; False when it can never come."""
@@ -407,42 +414,6 @@ class Pipeline(Generic[TaskData]):
                     self._members.hurry(policy, task_at_hand=self._rollouts.task_at_hand)
                     patience_ends_s = clock.now() + policy.patience_s
         return True
-
-    # -- measuring -----------------------------------------------------------------------------------------------
-
-    async def _evaluate(self, *, at_once: int) -> None:
-        """Play every held-out task once, on weights no older than those published now.
-
-        Raises :class:`TooManyFailuresError` where training would: an accuracy of failures means nothing.
-        """
-        if not self._held_out:
-            return
-        step = self._ledger.published
-        trajectories = [Trajectory(index, 0, index, step, clock.now()) for index in range(len(self._held_out))]
-        # Those that no engine has room for must not queue for one while their deadline runs.
-        room = asyncio.Semaphore(at_once)
-
-        async def play_one(data: TaskData, trajectory: Trajectory) -> None:
-            async with room:
-                await self._members.play_task(data, trajectory, step)
-
-        plays = [play_one(*pair) for pair in zip(self._held_out, trajectories, strict=True)]
-        failed = [error for error in await asyncio.gather(*plays, return_exceptions=True) if error is not None]
-        if len(failed) > self.config.max_failure_share * len(plays):
-            raise TooManyFailuresError(
-                f"{len(failed)} of {len(plays)} held-out rollouts failed (max_failure_share is "
-                f"{self.config.max_failure_share:g}); the first: {type(failed[0]).__name__}: {failed[0]}"
-            ) from failed[0]
-        versions = [version for trajectory in trajectories for version in trajectory.versions] or [step]
-        self._recorder.evaluated(
-            Evaluation(
-                step=step,
-                reward_mean=sum(trajectory.reward or 0.0 for trajectory in trajectories) / len(trajectories),
-                tasks=len(trajectories),
-                failed=len(failed),
-                versions=(min(versions), max(versions)),
-            )
-        )
 
 
 def _run_dir(given: str | Path | None, resumed: Checkpoint | None) -> Path:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from staleflow import clock
 from staleflow._core import StalenessLedger
 from staleflow.cut import Recorded
-from staleflow.events import Evaluated, Event
+from staleflow.events import Evaluated, Event, UpdateSkipped
 from staleflow.loop_lag import LoopLag
 from staleflow.meters import RecentSteps, StalenessMeter
 from staleflow.run_folder import RunFolder
-from staleflow.statistics import Accounting, Evaluation, PipelineStatistics, Report, StepRecord
+from staleflow.statistics import Accounting, Evaluation, EvaluationProgress, PipelineStatistics, Report, StepRecord
 from staleflow.trainer.agreement import disagreement
+from staleflow.trainer.faults import describe
 from staleflow.types import StepMetrics, TrainBatch
 
 logger = logging.getLogger("staleflow")
@@ -41,6 +42,7 @@ class Recorder:
         self._staleness = StalenessMeter()
         self._recent = RecentSteps()
         self.evaluations: list[Evaluation] = []
+        self._skipped_updates = 0
         self._agreement_checked = False
         if resumed is None:
             ledger.start_journal()
@@ -55,6 +57,7 @@ class Recorder:
             self._staleness.trajectories = resumed.trajectories
             self._staleness.stale_trajectories = resumed.stale_trajectories
             self.evaluations += resumed.evaluations
+            self._skipped_updates = resumed.skipped_updates
         self._rollout_wait_before_s = self._waited_before_s
 
     def t(self, at_s: float | None = None) -> float:
@@ -85,6 +88,7 @@ class Recorder:
     ) -> None:
         """A batch has been trained and published."""
         self._check_agreement(metrics)
+        self._note_skipped(batch.step, metrics)
         staleness_min, staleness_mean, staleness_max = self._staleness.add(batch)
         self._trainer_wait_s += trainer_wait_s
         rollout_wait_s = self._rollout_wait_s()
@@ -103,6 +107,7 @@ class Recorder:
             publish_s=publish_s,
             metrics=metrics,
             accuracy=self._accuracy(-1),
+            accuracy_version=self.evaluated_step,
         )
         self._rollout_wait_before_s = rollout_wait_s
         self._recent.add(record)
@@ -121,6 +126,7 @@ class Recorder:
             trajectories=self._staleness.trajectories,
             stale_trajectories=self._staleness.stale_trajectories,
             evaluations=list(self.evaluations),
+            skipped_updates=self._skipped_updates,
         )
 
     @property
@@ -142,7 +148,16 @@ class Recorder:
             )
         )
 
-    def statistics(self, *, phase: str, steps: int, running: int, waiting: int, failed: int) -> PipelineStatistics:
+    def statistics(
+        self,
+        *,
+        phase: str,
+        steps: int,
+        running: int,
+        waiting: int,
+        failed: int,
+        evaluation: EvaluationProgress | None = None,
+    ) -> PipelineStatistics:
         """The state of the run now."""
         ledger = self._ledger.statistics()
         training_s = self._training_s()
@@ -163,6 +178,9 @@ class Recorder:
             waiting_requests=waiting,
             failed_attempts=failed,
             loop_lag_p99_ms=self.lag.quantile_ms(0.99),
+            accuracy_version=self.evaluated_step,
+            evaluation=evaluation,
+            skipped_updates=self._skipped_updates,
         )
 
     def report(self, *, ended: str, failed_attempts: Mapping[str, int], truncated: int) -> Report:
@@ -200,6 +218,8 @@ class Recorder:
                 truncated=truncated,
             ),
             run_dir=str(self._folder.path),
+            held_out_tokens=sum(evaluation.sampled_tokens for evaluation in self.evaluations),
+            skipped_updates=self._skipped_updates,
         )
 
     @property
@@ -213,6 +233,13 @@ class Recorder:
 
     def _rollout_wait_s(self) -> float:
         return self._waited_before_s + self._idle_s()
+
+    def _note_skipped(self, step: int, metrics: StepMetrics) -> None:
+        self._skipped_updates += metrics.skipped_updates
+        for skipped in metrics.skipped:
+            offenders = tuple((one.task, one.group, one.member, one.attempt) for one in skipped.offenders)
+            self.event(UpdateSkipped(self.t(), step, skipped.update, skipped.reason, offenders, skipped.dump))
+            logger.warning("step %d: %s", step, describe(skipped))
 
     def _check_agreement(self, metrics: StepMetrics) -> None:
         """Compare trainer and engines once, as soon as a batch has tokens of the trainer's own version."""

@@ -150,8 +150,9 @@ class Rollouts(Generic[TaskData]):
             case Admit(engine):
                 self._admit(self._fleet.version(engine))
             case Sync(engine, version):
-                self._begin_sync(engine, version)
-                self._spawn(self._sync(engine, version), f"sync {engine}")
+                if self._fleet.may_sync(engine, version):
+                    self._begin_sync(engine, version)
+                    self._spawn(self._sync(engine, version), f"sync {engine}")
             case _:
                 assert_never(command)
 

@@ -56,6 +56,7 @@ class _Waiting(NamedTuple):
     min_version: int
     chosen: "asyncio.Future[int]"
     since_s: float
+    pinned: bool
 
 
 class TrajectoryStore(Generic[TaskData]):
@@ -122,7 +123,7 @@ class TrajectoryStore(Generic[TaskData]):
     def waiting(self) -> tuple[WaitingRequest, ...]:
         """The requests that no engine has, oldest first; one that was cancelled is none of them, forgotten or not."""
         return tuple(
-            WaitingRequest(request, waiting.min_version)
+            WaitingRequest(request, waiting.min_version, waiting.pinned)
             for request, waiting in self._waiting.items()
             if not waiting.chosen.done()
         )
@@ -132,10 +133,10 @@ class TrajectoryStore(Generic[TaskData]):
         waiting = self._waiting.get(request_id)
         return None if waiting is None else waiting.since_s
 
-    def wait_for_engine(self, request_id: str, min_version: int) -> "asyncio.Future[int]":
+    def wait_for_engine(self, request_id: str, min_version: int, *, pinned: bool = False) -> "asyncio.Future[int]":
         """Queue a request; the future becomes the engine it is routed to. Cancelling it leaves the queue."""
         chosen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = _Waiting(min_version, chosen, clock.now())
+        self._waiting[request_id] = _Waiting(min_version, chosen, clock.now(), pinned)
         return chosen
 
     def forget(self, request_id: str) -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 import staleflow
 from staleflow.bench.result import commit, this_machine, today
-from staleflow.coordinator import Command, Coordinator, LeastLoad, Snapshot, Sync
+from staleflow.coordinator import Command, Coordinator, Health, LeastLoad, Snapshot, Sync
 from staleflow.errors import StaleflowError
 from staleflow.plot import drawing
 from staleflow.plot.curve import Curve, read_curve
@@ -56,6 +56,7 @@ class PullLate:
             command
             for command in self._least_load.decide(snapshot)
             if not isinstance(command, Sync)
+            or snapshot.engines[command.engine].health is Health.STALE
             or snapshot.published - version[command.engine] >= self._behind
             or version[command.engine] < asked_for
         ]

@@ -33,7 +33,7 @@ class Continuation:
         self._recorder = recorder
 
     async def generate(
-        self, trajectory: Trajectory, max_new_tokens: int, *, min_version: int, deadline: Deadline
+        self, trajectory: Trajectory, max_new_tokens: int, *, min_version: int, pinned: bool, deadline: Deadline
     ) -> FinishReason:
         """Append at most ``max_new_tokens`` sampled tokens to a trajectory; returns why they are not more.
 
@@ -46,6 +46,7 @@ class Continuation:
                 trajectory,
                 left,
                 min_version=min_version,
+                pinned=pinned,
                 destination=destination,
                 prompt_logprobs=recomputes and trajectory.sampled_tokens > 0,
             )
@@ -72,6 +73,7 @@ class Continuation:
         max_new_tokens: int,
         *,
         min_version: int,
+        pinned: bool,
         destination: int | None,
         prompt_logprobs: bool,
     ) -> Answer:
@@ -81,7 +83,9 @@ class Continuation:
         self._recorder.event(Requested(self._recorder.t(), request_id))
         request = GenerateRequest(request_id, trajectory.token_ids, max_new_tokens, prompt_logprobs)
         try:
-            answer = await self._fleet.generate(request, min_version=min_version, destination=destination)
+            answer = await self._fleet.generate(
+                request, min_version=min_version, pinned=pinned, destination=destination
+            )
         except BaseException:
             self._recorder.event(Dropped(self._recorder.t(), request_id))
             raise

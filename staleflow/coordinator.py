@@ -37,7 +37,8 @@ class EngineView(msgspec.Struct, frozen=True):
 
     ``version`` is the one it has confirmed, the least that any token sampled from now on can have; ``running``
     counts the requests it has not answered. Only an ``open`` one takes requests. ``epoch`` counts its deaths: an engine
-    of another epoch has forgotten all that was decided about it.
+    of another epoch has forgotten all that was decided about it. ``held_at`` is the version that an evaluation holds it
+    at: it pulls that, if it has yet to, and nothing newer; None if it is not held.
     """
 
     engine: int
@@ -47,13 +48,18 @@ class EngineView(msgspec.Struct, frozen=True):
     running: int
     capacity: int
     epoch: int = 0
+    held_at: int | None = None
 
 
 class WaitingRequest(msgspec.Struct, frozen=True):
-    """A request that no engine has; it may run where the version is at least ``min_version``."""
+    """A request that no engine has; it may run where the version is at least ``min_version``.
+
+    One that is ``pinned`` belongs to an evaluation, and may run only where that version is served and held.
+    """
 
     request_id: str
     min_version: int
+    pinned: bool = False
 
 
 class RunningRequest(msgspec.Struct, frozen=True):
@@ -121,8 +127,16 @@ class Coordinator(Protocol):
         """Commands to carry out, in order; called again whenever something has changed."""
 
 
+def may_answer(engine: EngineView, request: WaitingRequest) -> bool:
+    """Whether a request may run on an engine."""
+    if request.pinned:
+        return engine.held_at == engine.version == request.min_version
+    return engine.version >= request.min_version
+
+
 class LeastLoad:
-    """Every request to the eligible engine with the least load; every engine to the newest version at once.
+    """Every request to the eligible engine with the least load; every engine that is not held to the newest version at
+    once.
 
     Args:
         sync_mode: of every sync.
@@ -137,17 +151,17 @@ class LeastLoad:
         """See :class:`Coordinator`."""
         running = {engine.engine: engine.running for engine in snapshot.engines}
         syncs = [
-            Sync(engine.engine, snapshot.published, self._sync_mode)
+            Sync(engine.engine, wanted, self._sync_mode)
             for engine in snapshot.engines
-            if engine.health is Health.STALE
-            or (engine.health is Health.HEALTHY and engine.version < snapshot.published)
+            for wanted in [snapshot.published if engine.held_at is None else engine.held_at]
+            if engine.health is Health.STALE or (engine.health is Health.HEALTHY and engine.version < wanted)
         ]
         # An engine that is about to close takes nothing more.
         closing = set() if self._sync_mode == "keep" else {sync.engine for sync in syncs}
         takers = [engine for engine in snapshot.engines if engine.open and engine.engine not in closing]
         commands: list[Command] = [*syncs]
         for request in snapshot.waiting:
-            eligible = [engine for engine in takers if engine.version >= request.min_version]
+            eligible = [engine for engine in takers if may_answer(engine, request)]
             chosen = _least_loaded(eligible, running)
             if chosen is not None:
                 running[chosen.engine] += 1
@@ -161,7 +175,10 @@ class LeastLoad:
     def _has_room(self, snapshot: Snapshot) -> bool:
         # Admitting no more than the engines can run keeps new groups waiting for the newest weights instead of
         # ageing in a queue. A group larger than all engines together still has to start.
-        capacity = sum(engine.capacity for engine in snapshot.engines if engine.health in ALIVE)
+        alive = [engine for engine in snapshot.engines if engine.health in ALIVE]
+        newest = max((engine.version for engine in alive), default=0)
+        # One that is held behind the others serves none of them.
+        capacity = sum(engine.capacity for engine in alive if engine.held_at is None or engine.version == newest)
         return snapshot.running_members == 0 or snapshot.running_members + snapshot.group_size <= capacity
 
 

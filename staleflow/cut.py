@@ -52,6 +52,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     reused_tokens: int
     dropped_tokens: int
     evaluations: list[Evaluation]
+    skipped_updates: int = 0
 
 
 class HistorySizes(msgspec.Struct, frozen=True, kw_only=True):

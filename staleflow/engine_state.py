@@ -42,6 +42,7 @@ class EngineState:
         self.name = f"engine-{index}"
         self.version = 0
         self.health = Health.DEAD
+        self.held_at: int | None = None
         self.open = False
         self.serves = False
         """Whether it lives and has confirmed a version in this life; since when it had, in the newest life."""
@@ -58,7 +59,7 @@ class EngineState:
     def view(self) -> EngineView:
         """Its part of a snapshot."""
         running, capacity = len(self.requests), self.engine.capacity
-        return EngineView(self.index, self.version, self.health, self.open, running, capacity, self.epoch)
+        return EngineView(self.index, self.version, self.health, self.open, running, capacity, self.epoch, self.held_at)
 
     @property
     def alive(self) -> bool:
@@ -114,4 +115,5 @@ class EngineState:
 
     def retire(self) -> None:
         """It will not be started again."""
+        self.held_at = None
         self.health = Health.RETIRED

@@ -261,6 +261,14 @@ class Reused(msgspec.Struct, tag="reused", tag_field="event", frozen=True):
     dropped: int
 
 
+class EvaluationBegan(msgspec.Struct, tag="evaluation_began", tag_field="event", frozen=True):
+    """The held-out tasks are being played by ``version``; these engines are held at it until the end."""
+
+    t: Seconds
+    version: int
+    engines: tuple[EngineIndex, ...]
+
+
 class Evaluated(msgspec.Struct, tag="evaluated", tag_field="event", frozen=True):
     """The held-out tasks were played; ``versions`` are the oldest and the newest that answered."""
 
@@ -270,6 +278,18 @@ class Evaluated(msgspec.Struct, tag="evaluated", tag_field="event", frozen=True)
     tasks: int
     failed: int
     versions: tuple[int, int]
+
+
+class UpdateSkipped(msgspec.Struct, tag="update_skipped", tag_field="event", frozen=True):
+    """An optimizer update of ``batch`` was not finite and so was not made; ``dump`` is the file with its offenders,
+    which are numbered by task, group, member and attempt."""
+
+    t: Seconds
+    batch: int
+    update: int
+    reason: str
+    offenders: tuple[tuple[int, int, int, int], ...]
+    dump: str
 
 
 Event: TypeAlias = (
@@ -303,5 +323,7 @@ Event: TypeAlias = (
     | CheckpointSaved
     | Resumed
     | Reused
+    | EvaluationBegan
     | Evaluated
+    | UpdateSkipped
 )

@@ -112,14 +112,47 @@ class Fleet:
             discarded_tokens=self.discarded_tokens,
         )
 
+    # -- holding -------------------------------------------------------------------------------------------------
+
+    @property
+    def least_busy(self) -> int | None:
+        """Of the engines that serve, the one with the fewest requests, the first of equal ones; None if none does."""
+        serving = [state for state in self.states if state.serves]
+        return min(serving, key=lambda state: len(state.requests)).index if serving else None
+
+    @property
+    def not_retired(self) -> tuple[int, ...]:
+        """The engines that serve or may come back."""
+        return tuple(state.index for state in self.states if state.health is not Health.RETIRED)
+
+    def hold(self, engine: int, version: int) -> None:
+        """Keep an engine from everything newer than ``version``, which it may yet have to pull."""
+        self.states[engine].held_at = version
+        self._changed()
+
+    def let_go(self, engine: int) -> None:
+        """Undo :meth:`hold`."""
+        self.states[engine].held_at = None
+        self._changed()
+
+    def holds(self, version: int) -> bool:
+        """Whether an engine is held at a version."""
+        return any(state.held_at == version for state in self.states)
+
     # -- requests ------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest, *, min_version: int, destination: int | None = None) -> Answer:
-        """Answer a request on an engine of at least ``min_version``, on that of ``destination`` if it can be.
+    async def generate(
+        self, request: GenerateRequest, *, min_version: int, pinned: bool = False, destination: int | None = None
+    ) -> Answer:
+        """Answer a request on an engine of at least ``min_version``, or on one held at exactly that if it is
+        ``pinned``; on that of ``destination`` if it can be.
 
-        Raises :class:`EngineError` when the engine cannot serve the request or its reply is malformed.
+        Raises :class:`EngineError` when the engine cannot serve the request or its reply is malformed, and when no
+        engine is held that a pinned one could wait for.
         """
-        chosen = self._store.wait_for_engine(request.request_id, min_version)
+        if pinned and not self.holds(min_version):
+            raise EngineError(f"no engine is held at version {min_version}, which {request.request_id} is pinned to")
+        chosen = self._store.wait_for_engine(request.request_id, min_version, pinned=pinned)
         ours = self._requests[request.request_id] = Request(request.request_id, min_version)
         if destination is not None:
             self._arrivals.append((request.request_id, destination))
@@ -135,7 +168,8 @@ class Fleet:
                 del self._running[ours.id]
                 self.load.ended()
             self._changed()
-        check_generation(request, generation, oldest=ours.version, published=self._published())
+        newest, vocabulary = min_version if pinned else self._published(), state.engine.vocabulary
+        check_generation(request, generation, oldest=ours.version, published=newest, vocabulary=vocabulary)
         why = None
         if generation.finish_reason == "interrupted":
             why = ours.why or Interruption.ENGINE
@@ -169,7 +203,7 @@ class Fleet:
     def dispatch(self, request_id: str, engine: int) -> bool:
         """Give a waiting request its engine; False when it no longer waits or the engine must not have it."""
         state = self.states[engine]
-        if not state.open or not self._store.route(request_id, engine, state.version):
+        if not state.open or not self._store.route(request_id, state.view):
             return False
         request = self._requests[request_id]
         state.take(request)
@@ -222,6 +256,14 @@ class Fleet:
     def retired(self, state: EngineState) -> None:
         """A dead engine will not be started again."""
         state.retire()
+        for waiting in self._store.waiting:
+            if waiting.pinned and not self.holds(waiting.min_version):
+                self._store.refuse(
+                    waiting.request_id,
+                    EngineError(
+                        f"{state.name}, held at the version that {waiting.request_id} is pinned to, is given up"
+                    ),
+                )
         self._health_changed()
 
     def _health_changed(self) -> None:

@@ -106,11 +106,18 @@ class Members(Generic[TaskData]):
             self._play(group, said.member, said)
 
     async def play_task(
-        self, data: TaskData, trajectory: Trajectory, min_version: int, transcript: Transcript | None = None
+        self,
+        data: TaskData,
+        trajectory: Trajectory,
+        min_version: int,
+        transcript: Transcript | None = None,
+        *,
+        pinned: bool = False,
     ) -> None:
-        """Play one task to its reward on engines of at least ``min_version``; raises what :func:`play` raises."""
+        """Play one task to its reward on engines of at least ``min_version``, or on those held at exactly that if it is
+        ``pinned``; raises what :func:`play` raises."""
         deadline = Deadline(self._config.rollout_timeout_s, self._fleet.outage)
-        generate = partial(self._continuation.generate, min_version=min_version, deadline=deadline)
+        generate = partial(self._continuation.generate, min_version=min_version, pinned=pinned, deadline=deadline)
         llm = LLM(trajectory, generate, self._fleet.tokenizer, self._fleet.max_model_tokens, transcript)
         await play(self._rollout, data, llm, trajectory, deadline)
 

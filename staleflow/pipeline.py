@@ -35,6 +35,7 @@ from staleflow.evaluation import HeldOut
 from staleflow.events import PhaseBegan, Resumed
 from staleflow.fleet import Fleet
 from staleflow.members import GroupFilter, Members
+from staleflow.one_model import refuse_different_models
 from staleflow.parameter_server.base import ParameterServer
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
 from staleflow.recorder import Recorder
@@ -214,6 +215,7 @@ class Pipeline(Generic[TaskData]):
             config=self.config,
             ledger=self._ledger,
             fleet=self._fleet,
+            weights=weights,
             members=self._members,
             recorder=self._recorder,
             spawn=self._spawn,
@@ -254,6 +256,7 @@ class Pipeline(Generic[TaskData]):
             waiting=len(self._store.waiting),
             failed=self._members.failures.total,
             fleet=self._fleet.statistics(),
+            evaluation=self._held_out.progress,
         )
 
     def blockers(self) -> tuple[Blocker, ...]:
@@ -272,6 +275,7 @@ class Pipeline(Generic[TaskData]):
         async with asyncio.TaskGroup() as starting:
             starting.create_task(self._supervision.start())
             starting.create_task(self._start_trainer())
+        refuse_different_models(self._fleet.engines, self._trainer.limits)
         if self._resumed is not None:
             self._enter("resuming")
             await self._checkpointing.resume(self._resumed)
@@ -285,7 +289,7 @@ class Pipeline(Generic[TaskData]):
 
         if self._resumed is None:
             self._enter("evaluating before the first step")
-            await self._held_out.evaluate(at_once=self._fleet.capacity)
+            await self._held_out.alone()
         self._enter("training")
         self._recorder.training_begins()
         self._fleet.load.begin()

@@ -9,12 +9,21 @@ from collections.abc import Callable, Mapping
 from staleflow import clock
 from staleflow._core import StalenessLedger
 from staleflow.cut import Recorded
-from staleflow.events import Evaluated, Event, Reused
+from staleflow.events import Evaluated, Event, Reused, UpdateSkipped
 from staleflow.loop_lag import LoopLag
 from staleflow.meters import RecentSteps, StalenessMeter
 from staleflow.run_folder import RunFolder
-from staleflow.statistics import Accounting, Evaluation, FleetStatistics, PipelineStatistics, Report, StepRecord
+from staleflow.statistics import (
+    Accounting,
+    Evaluation,
+    EvaluationProgress,
+    FleetStatistics,
+    PipelineStatistics,
+    Report,
+    StepRecord,
+)
 from staleflow.trainer.agreement import disagreement
+from staleflow.trainer.faults import describe
 from staleflow.types import StepMetrics, TrainBatch, Trajectory
 
 logger = logging.getLogger("staleflow")
@@ -41,6 +50,7 @@ class Recorder:
         self._staleness = StalenessMeter()
         self._recent = RecentSteps()
         self.evaluations: list[Evaluation] = []
+        self._skipped_updates = 0
         self._agreement_checked = False
         if resumed is None:
             ledger.start_journal()
@@ -57,6 +67,7 @@ class Recorder:
             self._staleness.stale_trajectories = resumed.stale_trajectories
             self._reused_tokens, self._dropped_tokens = resumed.reused_tokens, resumed.dropped_tokens
             self.evaluations += resumed.evaluations
+            self._skipped_updates = resumed.skipped_updates
         self._rollout_wait_before_s = self._waited_before_s
 
     def t(self, at_s: float | None = None) -> float:
@@ -86,6 +97,7 @@ class Recorder:
     ) -> None:
         """A batch has been trained and published."""
         self._check_agreement(metrics)
+        self._note_skipped(batch.step, metrics)
         staleness_min, staleness_mean, staleness_max = self._staleness.add(batch)
         self._trainer_wait_s += trainer_wait_s
         rollout_wait_s = self._rollout_wait_s()
@@ -104,6 +116,7 @@ class Recorder:
             publish_s=publish_s,
             metrics=metrics,
             accuracy=self._accuracy(-1),
+            accuracy_version=self.evaluated_step,
         )
         self._rollout_wait_before_s = rollout_wait_s
         self._recent.add(record)
@@ -135,6 +148,7 @@ class Recorder:
             reused_tokens=self._reused_tokens,
             dropped_tokens=self._dropped_tokens,
             evaluations=list(self.evaluations),
+            skipped_updates=self._skipped_updates,
         )
 
     @property
@@ -157,7 +171,15 @@ class Recorder:
         )
 
     def statistics(
-        self, *, phase: str, steps: int, running: int, waiting: int, failed: int, fleet: FleetStatistics
+        self,
+        *,
+        phase: str,
+        steps: int,
+        running: int,
+        waiting: int,
+        failed: int,
+        fleet: FleetStatistics,
+        evaluation: EvaluationProgress | None = None,
     ) -> PipelineStatistics:
         """The state of the run now."""
         ledger = self._ledger.statistics()
@@ -182,6 +204,9 @@ class Recorder:
             reused_tokens=self._reused_tokens,
             dropped_tokens=self._dropped_tokens,
             fleet=fleet,
+            accuracy_version=self.evaluated_step,
+            evaluation=evaluation,
+            skipped_updates=self._skipped_updates,
         )
 
     def report(
@@ -224,6 +249,8 @@ class Recorder:
             run_dir=str(self._folder.path),
             reused_tokens=self._reused_tokens,
             dropped_tokens=self._dropped_tokens,
+            held_out_tokens=sum(evaluation.sampled_tokens for evaluation in self.evaluations),
+            skipped_updates=self._skipped_updates,
         )
 
     @property
@@ -237,6 +264,13 @@ class Recorder:
 
     def _rollout_wait_s(self) -> float:
         return self._waited_before_s + self._idle_s()
+
+    def _note_skipped(self, step: int, metrics: StepMetrics) -> None:
+        self._skipped_updates += metrics.skipped_updates
+        for skipped in metrics.skipped:
+            offenders = tuple((one.task, one.group, one.member, one.attempt) for one in skipped.offenders)
+            self.event(UpdateSkipped(self.t(), step, skipped.update, skipped.reason, offenders, skipped.dump))
+            logger.warning("step %d: %s", step, describe(skipped))
 
     def _check_agreement(self, metrics: StepMetrics) -> None:
         """Compare trainer and engines once, as soon as a batch has tokens of the trainer's own version."""

@@ -183,7 +183,7 @@ class Rollouts(Generic[TaskData]):
                     syncing.create_task(self._sync(engine, version, "keep"))
 
     def _begin_sync(self, engine: int, version: int, mode: SyncMode) -> bool:
-        begun = self._weight_sync.begin(engine, mode)
+        begun = self._weight_sync.begin(engine, version, mode)
         if begun:
             self._recorder.event(SyncBegan(self._recorder.t(), engine, version, mode))
         return begun

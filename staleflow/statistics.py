@@ -13,7 +13,8 @@ class StepRecord(msgspec.Struct, frozen=True):
     """One line of ``metrics.jsonl``; durations in seconds, the step's own.
 
     ``trainer_wait_s`` is how long the trainer waited for this batch; ``rollout_wait_s`` is how long, since the step
-    before, no engine had anything to do.
+    before, no engine had anything to do. ``accuracy`` is that of the newest evaluation that has ended, of
+    ``accuracy_version``.
     """
 
     step: int
@@ -29,16 +30,33 @@ class StepRecord(msgspec.Struct, frozen=True):
     publish_s: float
     metrics: StepMetrics
     accuracy: float | None = None
+    accuracy_version: int | None = None
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """Held-out tasks played at one time: mean reward (a failed rollout earns 0), and who answered."""
+    """Held-out tasks played by one version, that of ``step``: mean reward, where a failed rollout earns 0.
+
+    ``versions`` are the oldest and the newest that the engines have reported of its tokens: twice ``step``, unless none
+    was sampled. ``failures`` are by cause. Nothing of an evaluation is counted anywhere else.
+    """
 
     step: int
     reward_mean: float
     tasks: int
     failed: int
     versions: tuple[int, int]
+    failures: dict[str, int] = {}
+    sampled_tokens: int = 0
+    duration_s: float = 0.0
+
+
+class EvaluationProgress(msgspec.Struct, frozen=True):
+    """An evaluation that goes on: of which version, and how many of its tasks have been played and have failed."""
+
+    version: int
+    tasks: int
+    played: int
+    failed: int
 
 
 class Accounting(msgspec.Struct, frozen=True):
@@ -82,7 +100,11 @@ class FleetStatistics(msgspec.Struct, frozen=True):
 
 
 class PipelineStatistics(msgspec.Struct, frozen=True):
-    """The state of a run at one moment; ``Pipeline.statistics()``; token counts are as in :class:`Report`."""
+    """The state of a run at one moment; ``Pipeline.statistics()``; token counts are as in :class:`Report`.
+
+    ``accuracy`` is that of the newest evaluation that has ended, of ``accuracy_version``; ``skipped_updates`` were not
+    finite.
+    """
 
     phase: str
     step: int
@@ -103,6 +125,9 @@ class PipelineStatistics(msgspec.Struct, frozen=True):
     fleet: FleetStatistics
     reused_tokens: int = 0
     dropped_tokens: int = 0
+    accuracy_version: int | None = None
+    evaluation: EvaluationProgress | None = None
+    skipped_updates: int = 0
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -110,8 +135,10 @@ class Report(msgspec.Struct, frozen=True):
 
     ``ended`` says why it did: all steps done, or the task source had no more. The accuracies are the mean rewards of
     the held-out tasks, which is the share of right answers where a reward is 0 or 1; ``held_out_failures`` counts the
-    rollouts among them that failed and so earned 0. ``reused_tokens`` were sampled before a resume and used after it,
-    each counting once per resume; ``dropped_tokens`` could not be used because a rollout went another way.
+    rollouts among them that failed and so earned 0, ``held_out_tokens`` what was sampled for all of them.
+    ``reused_tokens`` were sampled before a resume and used after it, each counting once per resume; ``dropped_tokens``
+    could not be used because a rollout went another way. ``skipped_updates`` counts optimizer updates that were not
+    finite and so were not made; their groups count as trained.
     """
 
     ended: str
@@ -134,3 +161,5 @@ class Report(msgspec.Struct, frozen=True):
     run_dir: str
     reused_tokens: int = 0
     dropped_tokens: int = 0
+    held_out_tokens: int = 0
+    skipped_updates: int = 0

@@ -10,7 +10,8 @@ from typing import Generic, NamedTuple
 import msgspec
 
 from staleflow import clock
-from staleflow.coordinator import WaitingRequest
+from staleflow.coordinator import EngineView, WaitingRequest, may_answer
+from staleflow.errors import EngineError
 from staleflow.transcript import Transcript
 from staleflow.types import Task, TaskData, Trajectory
 
@@ -61,6 +62,7 @@ class _Waiting(NamedTuple):
     min_version: int
     chosen: "asyncio.Future[int]"
     since_s: float
+    pinned: bool
 
 
 class TrajectoryStore(Generic[TaskData]):
@@ -127,7 +129,7 @@ class TrajectoryStore(Generic[TaskData]):
     def waiting(self) -> tuple[WaitingRequest, ...]:
         """The requests that no engine has, oldest first; one that was cancelled is none of them, forgotten or not."""
         return tuple(
-            WaitingRequest(request, waiting.min_version)
+            WaitingRequest(request, waiting.min_version, waiting.pinned)
             for request, waiting in self._waiting.items()
             if not waiting.chosen.done()
         )
@@ -137,21 +139,28 @@ class TrajectoryStore(Generic[TaskData]):
         waiting = self._waiting.get(request_id)
         return None if waiting is None else waiting.since_s
 
-    def wait_for_engine(self, request_id: str, min_version: int) -> "asyncio.Future[int]":
+    def wait_for_engine(self, request_id: str, min_version: int, *, pinned: bool = False) -> "asyncio.Future[int]":
         """Queue a request; the future becomes the engine it is routed to. Cancelling it leaves the queue."""
         chosen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = _Waiting(min_version, chosen, clock.now())
+        self._waiting[request_id] = _Waiting(min_version, chosen, clock.now(), pinned)
         return chosen
 
     def forget(self, request_id: str) -> None:
         """Take a request out of the queue if it is still there."""
         self._waiting.pop(request_id, None)
 
-    def route(self, request_id: str, engine: int, version: int) -> bool:
-        """Give a waiting request its engine, of ``version``; False if it waits no longer, or for a newer one."""
+    def route(self, request_id: str, engine: EngineView) -> bool:
+        """Give a waiting request its engine; False if it waits no longer, or for one of another version."""
         waiting = self._waiting.get(request_id)
-        if waiting is None or waiting.chosen.done() or version < waiting.min_version:
+        if waiting is None or waiting.chosen.done():
+            return False
+        if not may_answer(engine, WaitingRequest(request_id, waiting.min_version, waiting.pinned)):
             return False
         del self._waiting[request_id]
-        waiting.chosen.set_result(engine)
+        waiting.chosen.set_result(engine.engine)
         return True
+
+    def refuse(self, request_id: str, error: EngineError) -> None:
+        """Let a request wait no longer: whoever made it gets the error."""
+        waiting = self._waiting.pop(request_id)
+        waiting.chosen.set_exception(error)

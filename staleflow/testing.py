@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 from tokenizers import Tokenizer
 
 from staleflow.errors import TrainerError
-from staleflow.types import FinishReason, GenerateRequest, Generation, StepMetrics, TrainBatch
+from staleflow.types import FinishReason, GenerateRequest, Generation, ModelLimits, StepMetrics, TrainBatch
 
 Result = TypeVar("Result")
 
@@ -90,6 +90,7 @@ class ScriptedEngine:
         update_s: seconds a weight update takes.
         capacity: requests run at once, as far as the coordinator is told.
         tokenizer: for prompts that are text.
+        vocabulary: how many token ids it reports to have; None reports nothing.
 
     It may be started again after a :meth:`stop`; then it serves version 0 and has forgotten its requests. The logprob
     of every sampled token is -1, that of a prompt token -1 less the version.
@@ -104,11 +105,13 @@ class ScriptedEngine:
         update_s: float = 0.05,
         capacity: int = 64,
         tokenizer: Tokenizer | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         self.settings = {"seed": seed, "token_s": token_s, "update_s": update_s, "capacity": capacity}
         self.capacity = capacity
         self.max_model_tokens = 4096
         self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
         self.version = 0
         self.requests: list[GenerateRequest] = []
         self.stopped = False
@@ -187,10 +190,14 @@ class ScriptedTrainer:
         step_s: seconds a step takes.
         publish_s: seconds a publish takes.
         save_s: seconds that saving its state takes, half of them with half of it written.
+        limits: what it reports of its model.
     """
 
-    def __init__(self, *, step_s: float = 0.2, publish_s: float = 0.02, save_s: float = 0.0) -> None:
+    def __init__(
+        self, *, step_s: float = 0.2, publish_s: float = 0.02, save_s: float = 0.0, limits: ModelLimits | None = None
+    ) -> None:
         self.settings = {"step_s": step_s, "publish_s": publish_s}
+        self.limits = limits or ModelLimits()
         self.batches: list[TrainBatch] = []
         self.saved: list[Path] = []
         self.steps = 0

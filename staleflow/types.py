@@ -148,6 +148,12 @@ class Trajectory(msgspec.Struct):
         return [version for segment in self.segments for version in segment.versions]
 
     @property
+    def trained_segments(self) -> list[Segment]:
+        """Everything up to the last sampled segment; what the environment says after it is not computed."""
+        last = max((index for index, segment in enumerate(self.segments) if segment.sampled), default=-1)
+        return self.segments[: last + 1]
+
+    @property
     def sampled_tokens(self) -> int:
         """Number of sampled tokens."""
         return sum(len(segment.token_ids) for segment in self.segments if segment.sampled)
@@ -189,6 +195,16 @@ class TrainBatch(msgspec.Struct, frozen=True):
         return [trajectory for group in self.groups for trajectory in group]
 
 
+class ModelLimits(msgspec.Struct, frozen=True):
+    """What a model can be given: token ids below ``vocabulary``, sequences of at most ``max_tokens``.
+
+    None stands for what is not known, or has no limit.
+    """
+
+    vocabulary: int | None = None
+    max_tokens: int | None = None
+
+
 class RatioMoments(msgspec.Struct, frozen=True):
     """A probability ratio over tokens: mean, mean square, and effective sample size as a share of the tokens."""
 
@@ -221,13 +237,37 @@ class Agreement(msgspec.Struct, frozen=True):
     correlation: float
 
 
+class Attempt(msgspec.Struct, frozen=True):
+    """Which attempt of which member of which group, and of which task."""
+
+    task: int
+    group: int
+    member: int
+    attempt: int
+
+
+class SkippedUpdate(msgspec.Struct, frozen=True):
+    """An optimizer update that was not made because it was not finite.
+
+    ``update`` counts those of the step from 0, ``offenders`` are the trajectories to blame. ``dump`` is the file that
+    has all of them, or says why there is none.
+    """
+
+    update: int
+    reason: str
+    offenders: list[Attempt]
+    dump: str
+
+
 class StepMetrics(msgspec.Struct, frozen=True):
     """What the trainer measured in one step.
 
-    ``loss`` is the mean over the step's optimizer updates, ``gradient_norm`` their maximum. ``tokens`` counts all
-    sampled tokens of the batch, ``measured_tokens`` those that had to be computed: where the loss allows it,
-    trajectories without an advantage are left out. All that follows is over the measured ones, each token counting
-    once, and 0 or empty when there is none.
+    ``loss`` is the mean over the optimizer updates that were made, ``gradient_norm`` their maximum. ``skipped_updates``
+    counts those that were not finite and so were not made, ``skipped`` says what is known of each.
+    ``updates_without_gradient`` counts those that had nothing to learn and so moved nothing, not even by weight decay.
+    ``tokens`` counts all sampled tokens of the batch, ``measured_tokens`` those that had to be computed: where the loss
+    allows it, trajectories without an advantage are left out. All that follows is over the measured ones, each token
+    counting once, and 0 or empty when there is none.
 
     ``behaviour_ratio`` is of the policy at the start of the step to the one that sampled, ``policy_ratio`` of the
     policy being trained to the one that sampled. ``k1`` and ``k3`` estimate how far the data is from the policy at the
@@ -251,3 +291,6 @@ class StepMetrics(msgspec.Struct, frozen=True):
     cut_by_staleness: dict[int, CutShare] = {}
     cut_by_length: dict[int, CutShare] = {}
     agreement: Agreement | None = None
+    skipped_updates: int = 0
+    skipped: list[SkippedUpdate] = []
+    updates_without_gradient: int = 0

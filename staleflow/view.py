@@ -29,7 +29,8 @@ async def _lines(console: Console, statistics: Callable[[], PipelineStatistics])
         now = statistics()
         console.print(
             f"{now.elapsed_s:6.1f} s  {now.phase}  step {now.step}/{now.steps}  reward {_figure(now.reward_mean)}  "
-            f"accuracy {_figure(now.accuracy)}  staleness {now.staleness_mean:.2f}/{now.staleness_max}  "
+            f"accuracy {_figure(now.accuracy)}{_evaluation(now, '  evaluating ')}  "
+            f"staleness {now.staleness_mean:.2f}/{now.staleness_max}  "
             f"{now.tokens_per_s:.0f} tokens/s",
             highlight=False,
             soft_wrap=True,
@@ -42,7 +43,8 @@ def _table(now: PipelineStatistics) -> Table:
     rows = (
         ("step", f"{now.step} of {now.steps}"),
         ("reward", f"{_figure(now.reward_mean)} (recent batches)"),
-        ("accuracy", f"{_figure(now.accuracy)} (held out)"),
+        ("accuracy", f"{_figure(now.accuracy)} (held out{_version(now)})"),
+        ("evaluation", _evaluation(now) or "–"),
         ("staleness", f"{now.staleness_mean:.2f} mean, {now.staleness_max} max"),
         ("waiting", f"trainer {now.trainer_wait_share:.0%} of its time, rollout {now.rollout_wait_share:.0%}"),
         ("tokens/s", f"{now.tokens_per_s:,.0f} trained"),
@@ -50,11 +52,24 @@ def _table(now: PipelineStatistics) -> Table:
         ("requests", f"{now.running_requests} running, {now.waiting_requests} waiting"),
         ("engines", f"{now.fleet.serving} serving, {now.fleet.deaths} deaths, {now.fleet.retired} given up"),
         ("failed attempts", f"{now.failed_attempts}"),
+        ("skipped updates", f"{now.skipped_updates}"),
         ("loop lag p99", f"{now.loop_lag_p99_ms:.1f} ms"),
     )
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def _version(now: PipelineStatistics) -> str:
+    return "" if now.accuracy_version is None else f", version {now.accuracy_version}"
+
+
+def _evaluation(now: PipelineStatistics, label: str = "") -> str:
+    going_on = now.evaluation
+    if going_on is None:
+        return ""
+    failed = f", {going_on.failed} failed" if going_on.failed else ""
+    return f"{label}version {going_on.version}: {going_on.played} of {going_on.tasks} played{failed}"
 
 
 def _figure(value: float | None) -> str:

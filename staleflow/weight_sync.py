@@ -38,13 +38,13 @@ class WeightSync:
         self._weights = weights
         self._drain_timeout_s = drain_timeout_s
 
-    def begin(self, engine: int, mode: SyncMode) -> bool:
-        """Mark an engine as syncing; False if it is not there or syncs already.
+    def begin(self, engine: int, version: int, mode: SyncMode) -> bool:
+        """Mark an engine as syncing; False if it is not there, syncs already or is held at another version.
 
         In mode ``keep`` it goes on serving, at its old version as far as anyone may believe.
         """
         state = self._fleet.states[engine]
-        if state.health not in (Health.HEALTHY, Health.STALE):
+        if state.health not in (Health.HEALTHY, Health.STALE) or state.held_at not in (None, version):
             return False
         state.begin_sync(mode)
         return True

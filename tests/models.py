@@ -86,6 +86,9 @@ def figures(metrics: StepMetrics) -> dict[str, float]:
         if isinstance(value, dict):
             for name, inner in value.items():
                 yield from walk(f"{path}.{name}", inner)
+        elif isinstance(value, list):
+            for index, inner in enumerate(value):
+                yield from walk(f"{path}.{index}", inner)
         elif value is not None:
             yield path, value
 

@@ -1,5 +1,6 @@
 import random
 
+import msgspec
 import pytest
 
 from staleflow.coordinator import Admit, Command, EngineView, Health, LeastLoad, Route, Snapshot, Sync, WaitingRequest
@@ -8,9 +9,17 @@ from staleflow.types import SyncMode
 
 
 def engine(
-    index: int, *, version: int = 0, running: int = 0, capacity: int = 4, health: Health = Health.HEALTHY
+    index: int,
+    *,
+    version: int = 0,
+    running: int = 0,
+    capacity: int = 4,
+    health: Health = Health.HEALTHY,
+    held_at: int | None = None,
 ) -> EngineView:
-    return EngineView(index, version, health, health in (Health.HEALTHY, Health.SYNCING), running, capacity)
+    return EngineView(
+        index, version, health, health in (Health.HEALTHY, Health.SYNCING), running, capacity, held_at=held_at
+    )
 
 
 def snapshot(
@@ -53,6 +62,36 @@ def test_request_goes_only_where_the_weights_are_new_enough() -> None:
 def test_engine_behind_is_synced_once() -> None:
     engines = (engine(0, version=1), engine(1, version=2), engine(2, version=1, health=Health.SYNCING))
     assert decide(snapshot(*engines, published=2)) == [Sync(0, 2)]
+
+
+def test_held_engine_is_synced_to_the_version_it_is_held_at_and_no_further() -> None:
+    engines = (engine(0, version=1, held_at=2), engine(1, version=2, held_at=2), engine(2, version=1))
+    assert decide(snapshot(*engines, published=4)) == [Sync(0, 2), Sync(2, 4)]
+
+
+def test_request_of_an_evaluation_goes_only_to_an_engine_held_at_its_version() -> None:
+    view = snapshot(engine(0, version=2), engine(1, version=1, held_at=2), engine(2, version=3), published=3)
+    pinned = WaitingRequest("a", 2, pinned=True)
+    view = msgspec.structs.replace(view, waiting=(pinned,))
+    assert [command for command in decide(view) if isinstance(command, Route)] == []
+    held = msgspec.structs.replace(view, engines=(*view.engines, engine(3, version=2, running=3, held_at=2)))
+    assert [command for command in decide(held) if isinstance(command, Route)] == [Route("a", 3)]
+
+
+def test_other_requests_may_run_beside_an_evaluation() -> None:
+    assert decide(snapshot(engine(0, version=2, held_at=2), waiting=[("a", 1)], published=2)) == [Route("a", 0)]
+
+
+@pytest.mark.parametrize(("running_members", "admitted"), [(3, True), (4, False)])
+def test_engine_held_behind_the_others_makes_no_room(running_members: int, admitted: bool) -> None:
+    engines = (engine(0, version=3), engine(1, version=2, held_at=2))
+    view = snapshot(*engines, wanted_groups=9, running_members=running_members, published=3)
+    assert (Admit(0) in decide(view)) == admitted
+
+
+def test_engine_held_alone_goes_on_admitting() -> None:
+    view = snapshot(engine(0, version=2, held_at=2), wanted_groups=9, running_members=3, published=3)
+    assert decide(view) == [Admit(0)]
 
 
 def test_group_is_admitted_at_the_newest_version_where_there_is_room() -> None:

@@ -12,7 +12,7 @@ GOOD = Generation("1.0.0.0", [4, 5, 6], [-0.1, -0.2, 0.0], [2, 3, 3], "length")
 
 
 def check(**changes: Any) -> None:
-    check_generation(REQUEST, msgspec.structs.replace(GOOD, **changes), oldest=2, published=3)
+    check_generation(REQUEST, msgspec.structs.replace(GOOD, **changes), oldest=2, published=3, vocabulary=14)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,8 @@ def test_well_formed_reply_is_taken(changes: dict[str, Any]) -> None:
         ({"versions": [3, 2, 3]}, "versions go backwards"),
         ({"finish_reason": "truncated"}, "it ended as truncated"),
         ({"prompt_logprobs": [-1.0]}, "1 prompt logprobs; 0 were asked for"),
+        ({"token_ids": [4, 14, 6]}, "token id 14 at position 1 is outside of the vocabulary of 14"),
+        ({"token_ids": [4, 5, -1]}, "token id -1 at position 2 is outside of the vocabulary of 14"),
         ({"request_id": "1.1.0.0"}, r"it answers request 1\.1\.0\.0"),
     ],
 )

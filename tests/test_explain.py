@@ -123,6 +123,24 @@ def test_evaluation_keeps_engines_busy_and_counts_as_no_wait(scripted: Scripted)
     assert found.engines[0].seconds == near({Cause.NOTHING_LEFT: 2.0 + 1.0})
 
 
+def test_evaluation_that_holds_the_only_engine_is_what_both_wait_for(scripted: Scripted) -> None:
+    """The held-out task's reward takes 10 seconds, from second 4 on; version 2 is there from second 6 on."""
+
+    async def rollout(task: int, llm: LLM) -> float:
+        await llm.generate([1], max_new_tokens=1)
+        await asyncio.sleep(10.0 if task < 0 else 0.0)
+        return float(task % 2)
+
+    config = Config(steps=3, batch_size=1, group_size=1, max_staleness=0, evaluate_every_steps=1)
+    run = scripted(config, rollout=rollout, held_out=[-1], engines=[TimedEngine()], trainer=trainer(2.0))
+    found = explained(run)
+    assert found.trainer.seconds == near({Cause.GENERATION: 3.0, Cause.EVALUATION: 8.0})
+    assert found.engines[0].seconds == near(
+        {Cause.STALENESS_BOUND: 4.0, Cause.EVALUATION: 8.0, Cause.NOTHING_LEFT: 2.0}
+    )
+    assert str(found.waits[2]) == "batch 2 waited 9.00 s because an evaluation holds the engine at its version"
+
+
 # -- stragglers, moments -----------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from support import one_turn
 
 import staleflow
 from staleflow import LLM, Config, ListTasks, Pipeline
-from staleflow.checkpoints import newest_step
+from staleflow.checkpoints import newest_step, open_checkpoint
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
 from staleflow.rollout import Rollout
 from staleflow.testing import ScriptedEngine, ScriptedTrainer
@@ -38,26 +38,33 @@ def say(what: str) -> None:
 
 
 class Trainer(ScriptedTrainer):
-    """Says what it does; ``save`` leaves a folder, after ``save_s``."""
+    """Says what it does; ``save`` leaves a folder, after ``save_s``. Saving its state hangs after step ``hangs_at``,
+    when one of two files is written."""
 
-    def __init__(self, save_s: float = 0.0) -> None:
+    def __init__(self, save_s: float = 0.0, hangs_at: int | None = None) -> None:
         super().__init__(step_s=0.02, publish_s=0.01)
         self._save_s = save_s
+        self._hangs_at = hangs_at
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
         if batch.step == 1:
             say("trained")
         return await super().step(batch)
 
-    async def save_state(self, folder: Path) -> None:
-        say("saving its state")
-        await super().save_state(folder)
-
     async def save(self, folder: Path) -> None:
         say("saving")
         await asyncio.sleep(self._save_s)
         folder.mkdir(exist_ok=True)  # noqa: ASYNC240 - nothing else runs any more
         print("saved, and not flushed")
+
+    async def save_state(self, folder: Path) -> None:
+        say("saving its state")
+        if self.steps == self._hangs_at:
+            folder.mkdir()  # noqa: ASYNC240 - a stand-in for what a child does
+            (folder / "first").write_text(str(self.steps))
+            say("half saved")
+            await asyncio.sleep(HANG_S)
+        await super().save_state(folder)
 
 
 async def never_answers(task: int, llm: LLM) -> float:
@@ -102,6 +109,7 @@ def run(
     steps: int = 10**6,
     save_s: float = 0.0,
     every: int | None = None,
+    hangs_at: int | None = None,
     resume: bool = False,
 ) -> None:
     config = Config(
@@ -112,7 +120,7 @@ def run(
             tasks=ListTasks(range(1000), seed=None),
             rollout=rollout,
             engines=[ScriptedEngine()],
-            trainer=Trainer(save_s),
+            trainer=Trainer(save_s, hangs_at),
             config=config if rollout is not never_answers else Config(steps=1),
             parameter_server=SharedMemoryParameterServer(folder),
             run_dir=folder / "run",
@@ -151,6 +159,8 @@ def main(scenario: str, folder: Path) -> None:
             run(folder, every=10**6)
         case "slow checkpoint":
             run(folder, save_s=100.0, every=10**6)
+        case "hangs while saving":
+            run(folder, every=2, hangs_at=4)
         case "resumed":
             run(folder, steps=(newest_step(folder / "run") or 0) + 3, resume=True)
         case "slow save":
@@ -340,6 +350,24 @@ def test_second_interrupt_does_not_wait_for_the_checkpoint_to_resume_from(tmp_pa
     assert code == 130
     assert "Interrupted; there is no checkpoint" in err
     assert newest_step(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_signal_between_two_files_of_a_checkpoint_leaves_the_older_one(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    with started("hangs while saving", tmp_path) as process:
+        process.wait_for("half saved")
+        assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["2", "4.partial"]
+        process.send(number)
+        assert process.end()[0] == code
+    if number is not signal.SIGKILL:
+        assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+    assert open_checkpoint(tmp_path / "run").cut.step == 2
+    with started("resumed", tmp_path) as process:
+        code, out, err = process.end()
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "returned: all_steps_done after 5 steps, failed {}"
 
 
 if __name__ == "__main__":

@@ -11,14 +11,16 @@ pytest.importorskip("torch")
 
 import torch
 from models import ALPHABET, load, pair
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from staleflow import LocalTrainer
 from staleflow.errors import TrainerError
 from staleflow.testing import character_llama
+from staleflow.trainer import state as state_module
 from staleflow.trainer.learner import Learner
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +113,111 @@ def test_disk_full_is_an_error_of_the_trainer(model: Path, tmp_path: Path) -> No
             learner.save_state(tmp_path / "state")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_damaged_file_is_named_and_changes_nothing(model: Path, tmp_path: Path, name: str) -> None:
+    saved = make(model)
+    saved.step(pair(0))
+    saved.save_state(tmp_path / "state")
+    path = tmp_path / "state" / name
+    content = path.read_bytes()
+    learner = make(model)
+    before = whole(learner)
+    for damaged in (b"", content[: len(content) // 2], content[:-1]):
+        path.write_bytes(damaged)
+        with pytest.raises(TrainerError, match=rf"{name} is damaged: "):
+            learner.load_state(tmp_path / "state")
+    path.unlink()
+    with pytest.raises((TrainerError, FileNotFoundError), match=rf"{name}"):
+        learner.load_state(tmp_path / "state")
+    after = whole(learner)
+    torch.testing.assert_close({each: after[each] for each in before}, before, rtol=0, atol=0)
+    assert learner.step(pair(1)) == make(model).step(pair(1)), "not even the optimizer has changed"
+
+
+def without(state: Any, name: str) -> Any:
+    del state["optimizer"]["state"]["model.norm.weight"][name]
+    return state
+
+
+def widened(state: Any, name: str) -> Any:
+    moments = state["optimizer"]["state"]["model.norm.weight"]
+    moments[name] = torch.zeros(33)
+    return state
+
+
+def renamed(state: Any, name: str) -> Any:
+    moments = state["optimizer"]["state"]["model.norm.weight"]
+    moments["momentum_buffer"] = moments.pop(name)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "message"),
+    [
+        (without, "exp_avg", r"optimizer.state.model.norm.weight.exp_avg is missing"),
+        (without, "step", r"optimizer.state.model.norm.weight.step is missing"),
+        (widened, "exp_avg_sq", r"model.norm.weight.exp_avg_sq is \(33,\), but the model has \(32,\)"),
+        (renamed, "exp_avg", r"model.norm.weight.exp_avg is missing"),
+    ],
+)
+def test_optimizer_of_another_kind_or_shape_is_named_and_changes_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, name: str, message: str
+) -> None:
+    saved = make(model)
+    saved.step(pair(0))
+    with monkeypatch.context() as patched:
+        original = state_module._state
+        patched.setattr(state_module, "_state", lambda *parts: change(original(*parts), name))
+        saved.save_state(tmp_path / "state")
+    learner = make(model)
+    learner.step(pair(0))
+    before = whole(learner)
+    with pytest.raises(TrainerError, match=message):
+        learner.load_state(tmp_path / "state")
+    torch.testing.assert_close(whole(learner), before, rtol=0, atol=0)
+
+
+def whole(learner: Learner) -> dict[str, torch.Tensor]:
+    """Weights and moments, copied."""
+    kept = {
+        f"{number}.{name}": value
+        for number, moments in enumerate(learner._optimizer.state.values())
+        for name, value in moments.items()
+    }
+    return {name: value.detach().clone() for name, value in (parameters(learner) | kept).items()}
+
+
+def test_saving_before_the_first_update_changes_nothing(model: Path, tmp_path: Path) -> None:
+    saved, loaded, undisturbed = make(model), make(model), make(model)
+    saved.save_state(tmp_path / "state")
+    loaded.load_state(tmp_path / "state")
+    for learner in (saved, loaded, undisturbed):
+        for step in range(2):
+            learner.step(pair(step))
+    torch.testing.assert_close(whole(saved), whole(undisturbed), rtol=0, atol=0)
+    torch.testing.assert_close(whole(loaded), whole(undisturbed), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("what", ["published weights", "model"])
+def test_disk_full_leaves_no_half_model_under_its_name(model: Path, tmp_path: Path, what: str) -> None:
+    learner = make(model)
+    learner.save(tmp_path / "model")
+    (tmp_path / "published weights").mkdir()
+    older = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    learner.step(pair(0))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        write = learner.save if what == "model" else learner.write_weights
+        with pytest.raises((OSError, SafetensorError), match="File too large"):
+            write(tmp_path / what)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == older
+    learner.save(tmp_path / "model")
+    torch.testing.assert_close(dict(load(tmp_path / "model").named_parameters()), parameters(learner), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

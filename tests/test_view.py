@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from staleflow import view
-from staleflow.statistics import FleetStatistics, PipelineStatistics
+from staleflow.statistics import EvaluationProgress, FleetStatistics, PipelineStatistics
 from staleflow.testing import run_virtually
 
 # No two figures alike, so that none can stand in for another.
@@ -28,6 +28,9 @@ NOW = PipelineStatistics(
     failed_attempts=28,
     loop_lag_p99_ms=6.5,
     fleet=FleetStatistics(serving=5, deaths=9, restarts=8, retired=1, interrupted={}, discarded_tokens=0),
+    accuracy_version=12,
+    evaluation=EvaluationProgress(version=16, tasks=48, played=9, failed=2),
+    skipped_updates=5,
 )
 NO_FLEET = FleetStatistics(serving=0, deaths=0, restarts=0, retired=0, interrupted={}, discarded_tokens=0)
 UNKNOWN = PipelineStatistics("starting", 0, 230, 0.0, None, None, 0.0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0.0, NO_FLEET)
@@ -60,7 +63,8 @@ def test_table_has_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows(screen) == {
         "step": "17 of 230",
         "reward": "0.625 (recent batches)",
-        "accuracy": "0.875 (held out)",
+        "accuracy": "0.875 (held out, version 12)",
+        "evaluation": "version 16: 9 of 48 played, 2 failed",
         "staleness": "1.26 mean, 3 max",
         "waiting": "trainer 11% of its time, rollout 22%",
         "tokens/s": "54,321 trained",
@@ -68,6 +72,7 @@ def test_table_has_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
         "requests": "73 running, 19 waiting",
         "engines": "5 serving, 9 deaths, 1 given up",
         "failed attempts": "28",
+        "skipped updates": "5",
         "loop lag p99": "6.5 ms",
     }
 
@@ -75,11 +80,15 @@ def test_table_has_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_known_yet_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
     table = rows(shown(monkeypatch, UNKNOWN, terminal=True))
     assert (table["reward"], table["accuracy"]) == ("– (recent batches)", "– (held out)")
+    assert (table["evaluation"], table["skipped updates"]) == ("–", "0")
     [line] = shown(monkeypatch, UNKNOWN, terminal=False).splitlines()
     assert "reward –  accuracy –" in line
 
 
 def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = shown(monkeypatch, NOW, terminal=False, for_s=2.5 * view.LINE_EVERY_S)
-    line = " 341.0 s  training  step 17/230  reward 0.625  accuracy 0.875  staleness 1.26/3  54321 tokens/s"
+    line = (
+        " 341.0 s  training  step 17/230  reward 0.625  accuracy 0.875  "
+        "evaluating version 16: 9 of 48 played, 2 failed  staleness 1.26/3  54321 tokens/s"
+    )
     assert screen.splitlines() == [line] * 3, "whole lines, however narrow the console, and nothing else"

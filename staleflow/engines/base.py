@@ -34,6 +34,10 @@ class Engine(Protocol):
         """Longest sequence, prompt and generated tokens together, that it can serve."""
 
     @property
+    def vocabulary(self) -> int | None:
+        """How many token ids its model has, known after ``start``; None if the engine cannot tell."""
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None when prompts can only be token ids."""
 
@@ -82,15 +86,25 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
         raise ConfigError(f"tokenizer {path} cannot be read: {error}") from error
 
 
-def check_generation(request: GenerateRequest, generation: Generation, *, oldest: int, published: int) -> None:
+def check_generation(
+    request: GenerateRequest, generation: Generation, *, oldest: int, published: int, vocabulary: int | None = None
+) -> None:
     """Refuse a malformed reply at the door; raises :class:`EngineReplyError` that names what is wrong.
 
     ``oldest`` is the version that the engine had confirmed when it got the request: an older token would be staler than
-    anyone has accounted for.
+    anyone has accounted for. No token id is as large as ``vocabulary``, if that is known.
     """
-    wrong = _malformation(request, generation, oldest, published)
+    wrong = _malformation(request, generation, oldest, published) or _foreign_token(generation, vocabulary)
     if wrong is not None:
         raise EngineReplyError(f"engine reply to {request.request_id} refused: {wrong}")
+
+
+def _foreign_token(generation: Generation, vocabulary: int | None) -> str | None:
+    for position, token in enumerate(generation.token_ids):
+        if token < 0 or (vocabulary is not None and token >= vocabulary):
+            known = "" if vocabulary is None else f" of {vocabulary}"
+            return f"token id {token} at position {position} is outside of the vocabulary{known}"
+    return None
 
 
 def _malformation(request: GenerateRequest, generation: Generation, oldest: int, published: int) -> str | None:

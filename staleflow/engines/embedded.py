@@ -71,6 +71,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The model is loaded and decoding can begin."""
 
     max_model_tokens: int
+    vocabulary: int | None = None
 
 
 class Generated(msgspec.Struct, tag=True, frozen=True):
@@ -137,6 +138,7 @@ class EmbeddedEngine:
             seed=seed,
         )
         self._max_model_tokens = 0
+        self._vocabulary: int | None = None
         self._child: Child[FromChild] | None = None
         self._generations: dict[str, asyncio.Future[Generation]] = {}
         # The child confirms commands in the order in which they were sent, cancelled ones included.
@@ -151,6 +153,11 @@ class EmbeddedEngine:
     def max_model_tokens(self) -> int:
         """Longest sequence the model and its cache can hold; known after ``start``."""
         return self._max_model_tokens
+
+    @property
+    def vocabulary(self) -> int | None:
+        """How many token ids the model has; known after ``start``."""
+        return self._vocabulary
 
     async def start(self, name: str, log_folder: Path) -> None:
         """Spawn the child and wait until the model is loaded; raises :class:`EngineError` with its last log lines."""
@@ -173,6 +180,7 @@ class EmbeddedEngine:
         if not isinstance(ready, Ready):
             raise EngineError(f"{name} answered {type(ready).__name__} before Ready")
         self._max_model_tokens = ready.max_model_tokens
+        self._vocabulary = ready.vocabulary
 
     async def run(self) -> None:
         """Deliver the child's answers until cancelled; raises :class:`EngineError` when it dies."""

@@ -153,7 +153,7 @@ class Server:
         threading.Thread(target=self._deliver, name="deliver", daemon=True).start()
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or setup.cache_tokens
         self._max_model_tokens = min(limit, setup.cache_tokens)
-        parent.send(Ready(self._max_model_tokens))
+        parent.send(Ready(self._max_model_tokens, self._vocabulary))
 
     def handle(self, message: ToChild) -> None:
         """Act on one request of the controller."""

@@ -26,6 +26,8 @@ class Cause(StrEnum):
     ENGINE_DOWN = "engine_down"
     """The engine is dead, or has started again and confirmed no published version yet; if the trainer waits, every
     engine is."""
+    EVALUATION = "evaluation"
+    """Work is at hand that needs newer weights than the version an evaluation holds the engine at, or all of them."""
     STALENESS_BOUND = "staleness_bound"
     """The trainer works, and every group that the bound allows is admitted."""
     NO_TASK = "no_task"
@@ -53,6 +55,8 @@ def phrase(cause: Cause) -> str:
             return "the published weights are still being pulled"
         case Cause.ENGINE_DOWN:
             return "an engine died and does not serve again yet"
+        case Cause.EVALUATION:
+            return "an evaluation holds the engine at its version"
         case Cause.STALENESS_BOUND:
             return "the staleness bound allows no further group"
         case Cause.NO_TASK:
@@ -86,10 +90,7 @@ def engine_causes(now: Timeline) -> list[Cause | None]:
     """Why each engine is idle; None for those that run something."""
     if all(engine.running for engine in now.engines):
         return [None] * len(now.engines)
-    if now.queued_versions:
-        return [None if engine.running else _why_not_routed(now, engine) for engine in now.engines]
-    cause = _why_no_request(now)
-    return [None if engine.running else _why_it_takes_none(engine) or cause for engine in now.engines]
+    return [None if engine.running else _why_idle(now, engine) for engine in now.engines]
 
 
 def admission_obstacle(now: Timeline) -> Cause | None:
@@ -103,7 +104,9 @@ def admission_obstacle(now: Timeline) -> Cause | None:
     if not open_versions:
         return Cause.ENGINE_DOWN if all(engine.pulls is None for engine in now.engines) else Cause.SYNC
     if not now.ledger.grants(max(open_versions)):
-        return Cause.SYNC if now.ledger.grants(facts.published) else Cause.STALENESS_BOUND
+        if not now.ledger.grants(facts.published):
+            return Cause.STALENESS_BOUND
+        return Cause.EVALUATION if all(engine.held for engine in now.engines) else Cause.SYNC
     return None if now.task_at_hand else Cause.NO_TASK
 
 
@@ -125,11 +128,17 @@ def first_blocker(now: Timeline, cause: Cause) -> Blocker | None:
     return None
 
 
-def _why_not_routed(now: Timeline, engine: Engine) -> Cause:
+def _why_idle(now: Timeline, engine: Engine) -> Cause:
     if (cause := _why_it_takes_none(engine)) is not None:
         return cause
-    could_serve = any(version <= engine.version for version in now.queued_versions)
-    return Cause.CONTROLLER if could_serve else Cause.SYNC
+    of_evaluation = engine.held and engine.version in now.queued_pinned
+    if of_evaluation or any(version <= engine.version for version in now.queued_versions):
+        return Cause.CONTROLLER
+    if now.queued_versions:
+        return Cause.EVALUATION if engine.held else Cause.SYNC
+    if engine.held_at in now.queued_pinned:
+        return Cause.SYNC
+    return _why_no_request(now)
 
 
 def _why_it_takes_none(engine: Engine) -> Cause | None:

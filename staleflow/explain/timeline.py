@@ -26,6 +26,7 @@ from staleflow.events import (
     EngineRestarted,
     EngineRetired,
     Evaluated,
+    EvaluationBegan,
     Event,
     Expired,
     Failed,
@@ -45,6 +46,7 @@ from staleflow.events import (
     Synced,
     TaskFetched,
     Truncated,
+    UpdateSkipped,
 )
 from staleflow.explain.ledger_at import LedgerAt
 from staleflow.explain.reading import Recording, microseconds
@@ -75,7 +77,8 @@ Trainer: TypeAlias = NoTraining | WaitsForBatch | TrainsBatch
 
 
 class Engine:
-    """An engine: the version it has confirmed, the one it pulls, and the number of requests it has not answered.
+    """An engine: the version it has confirmed, the one it pulls, the one that an evaluation holds it at, and the number
+    of requests it has not answered.
 
     It is ``down`` from its death until it serves again, and ``closed`` while it takes no request because it syncs.
     """
@@ -84,8 +87,14 @@ class Engine:
         self.version = 0
         self.down = self.closed = False
         self.pulls: int | None = None
+        self.held_at: int | None = None
         self.running = 0
         self.idle_since_s = 0.0
+
+    @property
+    def held(self) -> bool:
+        """Whether an evaluation keeps it from newer weights."""
+        return self.held_at == self.version
 
 
 class Group:
@@ -105,6 +114,7 @@ class _Request(msgspec.Struct):
     member: int
     attempt: int
     min_version: int
+    pinned: bool = False
     engine: int | None = None
 
 
@@ -112,7 +122,8 @@ class Timeline:
     """A run as of one moment; :meth:`apply` takes in the next event.
 
     ``tally`` counts the unfinished members of all running groups by what they do, ``queued_versions`` the requests that
-    wait for an engine by the least version that may answer them.
+    wait for an engine by the least version that may answer them, ``queued_pinned`` those of an evaluation by the only
+    one.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -126,6 +137,7 @@ class Timeline:
         self.groups: dict[int, Group] = {}
         self.tally = dict.fromkeys(Activity, 0)
         self.queued_versions: Counter[int] = Counter()
+        self.queued_pinned: Counter[int] = Counter()
         self.task_at_hand = False
         self.source_ended = False
         self._max_attempts = recording.config.max_attempts
@@ -148,7 +160,13 @@ class Timeline:
                 self.source_ended = True
             case SyncBegan() | Synced() | EngineDied() | EngineRestarted() | EngineRetired():
                 self._apply_to_engine(event)
-            case Truncated() | ClosedShort() | Evaluated() | Stalled() | Reused():
+            case EvaluationBegan(version=version, engines=held):
+                for engine in held:
+                    self.engines[engine].held_at = version
+            case Evaluated():
+                for each in self.engines:
+                    each.held_at = None
+            case Truncated() | ClosedShort() | Stalled() | UpdateSkipped() | Reused():
                 # A member cut short is answered, a group closed short is completed.
                 pass
             case _:
@@ -166,7 +184,7 @@ class Timeline:
             case EngineRestarted():
                 engine.down = self.published > 0
             case EngineRetired():
-                pass
+                engine.held_at = None
             case _:
                 assert_never(event)
 
@@ -175,6 +193,7 @@ class Timeline:
         self.engines = [Engine() for _ in range(engines)]
         self._requests.clear()
         self.queued_versions.clear()
+        self.queued_pinned.clear()
         self.task_at_hand = self.source_ended = False
         for index, group in self.groups.items():
             for member in tuple(group.unfinished):
@@ -230,7 +249,7 @@ class Timeline:
             case Requested(request=name):
                 request = self._request(name)
                 self._requests[name] = request
-                self.queued_versions[request.min_version] += 1
+                self._queue(request)[request.min_version] += 1
                 self._do(request, Activity.QUEUED, event.t)
             case Routed(request=name, engine=engine):
                 request = self._requests[name]
@@ -253,12 +272,16 @@ class Timeline:
         if group in self.groups:
             return _Request(group, member, attempt, self.groups[group].version)
         # Of an evaluation: its attempt is the version that is evaluated.
-        return _Request(group, member, attempt, attempt)
+        return _Request(group, member, attempt, attempt, pinned=True)
+
+    def _queue(self, request: _Request) -> Counter[int]:
+        return self.queued_pinned if request.pinned else self.queued_versions
 
     def _leave_queue(self, request: _Request) -> None:
-        self.queued_versions[request.min_version] -= 1
-        if not self.queued_versions[request.min_version]:
-            del self.queued_versions[request.min_version]
+        queue = self._queue(request)
+        queue[request.min_version] -= 1
+        if not queue[request.min_version]:
+            del queue[request.min_version]
 
     def _free(self, engine: Engine, now_s: float) -> None:
         engine.running -= 1

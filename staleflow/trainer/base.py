@@ -7,7 +7,7 @@ of engines, of versions beyond the number it is given, or of how the batch was c
 from pathlib import Path
 from typing import Protocol
 
-from staleflow.types import StepMetrics, TrainBatch
+from staleflow.types import ModelLimits, StepMetrics, TrainBatch
 
 
 class Trainer(Protocol):
@@ -16,6 +16,10 @@ class Trainer(Protocol):
     @property
     def settings(self) -> object:
         """What it was made with, as something msgspec can encode: it goes into the run folder."""
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What its model can be given, known after ``start``; compared with what the engines report."""
 
     async def start(self, log_folder: Path) -> None:
         """Load the initial weights. Raises :class:`TrainerError`."""

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -32,11 +33,12 @@ from transformers import AutoModelForCausalLM
 from staleflow.errors import TrainerError
 from staleflow.trainer import state
 from staleflow.trainer.aggregation import token_shares
+from staleflow.trainer.faults import NonfiniteUpdates, Spoilt, refuse_unfit, unreadable, unreadable_rows
 from staleflow.trainer.local import TrainerSettings
 from staleflow.trainer.loss_metrics import Measured, measure
 from staleflow.trainer.losses import TokenLoss, Tokens, resolve
 from staleflow.trainer.sequences import Sequences, collate
-from staleflow.types import StepMetrics, TrainBatch
+from staleflow.types import ModelLimits, SkippedUpdate, StepMetrics, TrainBatch
 
 DECAYED_SHARE = 0.1
 WEIGHTS_FILE = "weights.safetensors"
@@ -73,6 +75,14 @@ class _Update(NamedTuple):
     first: bool
 
 
+class _Made(NamedTuple):
+    """An update that was made, and what was measured in it."""
+
+    loss: float
+    gradient_norm: float
+    measured: list[Measured]
+
+
 class Learner:
     """A causal LM with its optimizer."""
 
@@ -92,28 +102,55 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+        dumps = None if settings.dump_folder is None else Path(settings.dump_folder)
+        self._nonfinite = NonfiniteUpdates(settings.on_nonfinite, dumps)
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the model can be given."""
+        longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        return ModelLimits(self._model.get_input_embeddings().num_embeddings, longest)
 
     def step(self, batch: TrainBatch) -> StepMetrics:
-        """Train on one batch; raises :class:`TrainerError` when a loss, a gradient or a recorded logprob is not finite.
+        """Train on one batch.
 
-        The update that failed has changed nothing; with several minibatches those before it have been made.
+        An update whose loss, gradient or recorded logprobs are not finite changes nothing, and is skipped or raises
+        :class:`TrainerError`, as ``on_nonfinite`` says; with several minibatches those before it have been made. A
+        batch that cannot be trained on raises :class:`TrainerError` before anything is computed.
         """
         settings = self._settings
+        refuse_unfit(batch, self.limits)
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = settings.learning_rate * self._learning_rate_share(batch.step)
         sequences = collate(batch, settings.advantages)
+        advantages, spoiling = sequences.advantages.tolist(), unreadable_rows(batch)
+        self._nonfinite.refuse_unreadable(batch, spoiling, advantages)
         rows = torch.arange(len(sequences.inputs)).split([len(group) for group in batch.groups])
         count = min(settings.minibatches, len(rows))
         start = self._read(sequences, self._needed(sequences)) if self._loss.uses_proximal and count > 1 else None
-        losses, norms, measured = [], [], []
+        made: list[_Made] = []
+        skipped: list[SkippedUpdate] = []
         for index in range(count):
             chosen = torch.cat(rows[len(rows) * index // count : len(rows) * (index + 1) // count])
-            loss, norm, parts = self._update(self._planned(sequences, chosen, start, first=index == 0), batch.step)
-            losses.append(loss)
-            norms.append(norm)
-            measured += parts
-        return measure(
-            measured, loss=sum(losses) / count, gradient_norm=max(norms), tokens=int(sequences.sampled.sum())
+            update = self._planned(sequences, chosen, start, first=not made)
+            bad = spoiling.intersection(chosen.tolist())
+            result = unreadable(bad) if bad else self._update(update)
+            if isinstance(result, Spoilt):
+                skipped.append(self._nonfinite.spoilt(batch, index, result, advantages))
+            else:
+                self._nonfinite.made()
+                made.append(result)
+        metrics = measure(
+            [part for update in made for part in update.measured],
+            loss=sum(update.loss for update in made) / max(len(made), 1),
+            gradient_norm=max((update.gradient_norm for update in made), default=0.0),
+            tokens=int(sequences.sampled.sum()),
+        )
+        return msgspec.structs.replace(
+            metrics,
+            skipped_updates=len(skipped),
+            skipped=skipped,
+            updates_without_gradient=sum(update.gradient_norm == 0 for update in made),
         )
 
     def _learning_rate_share(self, step: int) -> float:
@@ -159,16 +196,40 @@ class Learner:
         shares[rows] = token_shares(lengths, self._settings.aggregation, self._settings.longest_tokens).float()
         return _Update(sequences, rows, shares, start, first)
 
-    def _update(self, update: _Update, step: int) -> tuple[float, float, list[Measured]]:
-        """Make it; returns its loss, its gradient norm, and what was measured."""
+    def _update(self, update: _Update) -> _Made | Spoilt:
+        """Make it, unless it is not finite."""
         self._optimizer.zero_grad(set_to_none=True)
         differentiate = self._backward_from_slopes if self._loss.whole_update else self._backward_by_parts
         loss, measured = differentiate(update)
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_gradient_norm).item()
         if not (math.isfinite(norm) and math.isfinite(loss)):
-            raise TrainerError(f"step {step}: loss {loss} and gradient norm {norm}; this update was not made")
-        self._optimizer.step()
-        return loss, norm, measured
+            # Nothing of it must be left, neither for the next update nor for a checkpoint.
+            self._optimizer.zero_grad(set_to_none=True)
+            return Spoilt(f"loss {loss}, gradient norm {norm}", self._spoiling(update))
+        # Without a gradient there is nothing to learn; weight decay and momentum must not move weights on their own.
+        if norm > 0:
+            self._optimizer.step()
+        return _Made(loss, norm, measured)
+
+    def _spoiling(self, update: _Update) -> list[int]:
+        """Rows whose own logprobs or loss are not finite; all that were computed if only their gradient is not."""
+        sequences, rows = update.sequences, update.rows
+        if not self._loss.whole_update:
+            rows = rows[sequences.advantages[rows] != 0]
+        read = self._read(sequences, rows[:0])
+        for row in rows:
+            # One by one, so that none spoils its neighbours.
+            for total, values in zip(read, self._read(sequences, row[None]), strict=True):
+                total += values
+        whole = sequences.rows(rows, self._device)
+        logprobs = _picked(read.logprobs, rows, whole).requires_grad_()
+        wrong = ~logprobs.isfinite()
+        if not bool(wrong.any()):
+            tokens = self._tokens_of(update, rows, whole, logprobs.detach(), _picked(read.entropy, rows, whole))
+            wrong = ~self._loss.function(logprobs, tokens).loss.isfinite()
+        spoilt = _padded_like(whole, wrong.float()).any(1).cpu()
+        found: list[int] = (rows[spoilt] if bool(spoilt.any()) else rows).tolist()
+        return found
 
     def _needed(self, sequences: Sequences) -> Tensor:
         """Which sequences the loss depends on: all, or those with an advantage (``losses`` says when and why)."""
@@ -204,16 +265,8 @@ class Learner:
         self, update: _Update, chosen: Tensor, part: Sequences, logprobs: Tensor, entropy: Tensor
     ) -> tuple[Tensor, Measured]:
         """The part's share of the update's loss."""
-        lengths = part.sampled.sum(1)
         detached = logprobs.detach()
-        tokens = Tokens(
-            # Before the first update of a step the policy is the proximal policy.
-            proximal_logprobs=detached if update.start is None else _picked(update.start.logprobs, chosen, part),
-            behaviour_logprobs=part.behaviour_logprobs[part.sampled],
-            advantages=part.advantages.repeat_interleave(lengths),
-            entropy=entropy,
-            lengths=lengths,
-        )
+        tokens = self._tokens_of(update, chosen, part, detached, entropy)
         token_loss = self._loss.function(logprobs, tokens)
         if not (
             isinstance(token_loss, TokenLoss)
@@ -223,10 +276,23 @@ class Learner:
             raise TrainerError(
                 f"the loss must return a TokenLoss of two vectors of {len(logprobs)} tokens, the first with a gradient"
             )
-        shares = update.shares[chosen].to(self._device).repeat_interleave(lengths)
+        shares = update.shares[chosen].to(self._device).repeat_interleave(tokens.lengths)
         known = update.first or update.start is not None
         measured = Measured(detached, tokens, token_loss.cut, part.staleness[part.sampled], known)
         return (shares * token_loss.loss).sum(), measured
+
+    def _tokens_of(
+        self, update: _Update, chosen: Tensor, part: Sequences, policy_logprobs: Tensor, entropy: Tensor
+    ) -> Tokens:
+        lengths = part.sampled.sum(1)
+        return Tokens(
+            # Before the first update of a step the policy is the proximal policy.
+            proximal_logprobs=policy_logprobs if update.start is None else _picked(update.start.logprobs, chosen, part),
+            behaviour_logprobs=part.behaviour_logprobs[part.sampled],
+            advantages=part.advantages.repeat_interleave(lengths),
+            entropy=entropy,
+            lengths=lengths,
+        )
 
     # -- forward passes ------------------------------------------------------------------------------------------
 

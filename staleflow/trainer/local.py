@@ -14,14 +14,18 @@ import msgspec
 
 from staleflow.errors import ConfigError, TrainerError
 from staleflow.process import Child
+from staleflow.trainer.faults import NonfinitePolicy
 from staleflow.trainer.loss_settings import AdvantageKind, AggregationKind, LossSettings, Parameter, loss_settings
-from staleflow.types import StepMetrics, TrainBatch
+from staleflow.types import ModelLimits, StepMetrics, TrainBatch
 
 START_TIMEOUT_S = 300.0
 
 
 class TrainerSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """First message to the child; see :class:`LocalTrainer` for what the settings mean."""
+    """First message to the child; see :class:`LocalTrainer` for what the settings mean.
+
+    ``dump_folder`` is where trajectories of updates that are not finite are written to; None before the start.
+    """
 
     model: str
     loss: LossSettings
@@ -39,6 +43,8 @@ class TrainerSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     micro_batch_tokens: int
     temperature: float
     threads: int
+    on_nonfinite: NonfinitePolicy
+    dump_folder: str | None = None
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -77,9 +83,10 @@ class LoadState(msgspec.Struct, tag=True, frozen=True):
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """The call has been carried out; ``error`` says why it could not be."""
+    """The call has been carried out; ``error`` says why it could not be. ``limits`` are those of the loaded model."""
 
     call: int
+    limits: ModelLimits | None = None
     metrics: StepMetrics | None = None
     error: str | None = None
 
@@ -91,6 +98,7 @@ def _refuse_impossible(settings: TrainerSettings, step_timeout_s: float) -> None
     for name, chosen, allowed in (
         ("advantages", settings.advantages, get_args(AdvantageKind)),
         ("aggregation", settings.aggregation, get_args(AggregationKind)),
+        ("on_nonfinite", settings.on_nonfinite, get_args(NonfinitePolicy)),
     ):
         if chosen not in allowed:
             raise ConfigError(f"{name} is {chosen!r}; it must be one of {', '.join(allowed)}")
@@ -147,6 +155,10 @@ class LocalTrainer:
         micro_batch_tokens: padded tokens per forward pass; bounds memory, does not change the result.
         temperature: the sampler's; a mismatch with the engines' is found at the first step, and warned of.
         threads: torch threads of the child.
+        on_nonfinite: what becomes of an update whose loss, gradient or recorded logprobs are not finite. It is never
+            made; the trajectories to blame are written to ``logs/nonfinite-*.json`` in the run folder. ``"stop"`` ends
+            the run; ``"skip"`` goes on with the next update, counts it in the metrics as one of ``skipped_updates``,
+            and ends the run after five in a row.
         step_timeout_s: a step that takes longer ends the run.
     """
 
@@ -169,6 +181,7 @@ class LocalTrainer:
         micro_batch_tokens: int = 16_384,
         temperature: float = 1.0,
         threads: int = 1,
+        on_nonfinite: NonfinitePolicy = "stop",
         step_timeout_s: float = 1800.0,
     ) -> None:
         if not (Path(model) / "config.json").is_file():
@@ -190,11 +203,18 @@ class LocalTrainer:
             micro_batch_tokens=micro_batch_tokens,
             temperature=temperature,
             threads=threads,
+            on_nonfinite=on_nonfinite,
         )
         _refuse_impossible(self.settings, step_timeout_s)
         self._step_timeout_s = step_timeout_s
+        self._limits = ModelLimits()
         self._child: Child[Answer] | None = None
         self._calls = itertools.count(1)
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the model can be given; known after ``start``."""
+        return self._limits
 
     async def start(self, log_folder: Path) -> None:
         """Spawn the child and wait until the model is loaded; raises :class:`TrainerError` with its last log lines."""
@@ -205,15 +225,16 @@ class LocalTrainer:
             receives=Answer,
             error=TrainerError,
         )
-        await self._child.send(self.settings)
-        await self._answer(0, f"load {self.settings.model}", START_TIMEOUT_S)
+        await self._child.send(msgspec.structs.replace(self.settings, dump_folder=str(log_folder)))
+        loaded = await self._answer(0, f"load {self.settings.model}", START_TIMEOUT_S)
+        self._limits = loaded.limits or ModelLimits()
 
     async def run(self) -> None:
         """Watch until cancelled; raises :class:`TrainerError` when the child dies."""
         raise await self._running().died()
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
-        """Train on one batch; raises :class:`TrainerError` when the loss is not finite."""
+        """Train on one batch; raises :class:`TrainerError` when it is unfit, or not finite (``on_nonfinite``)."""
         call = next(self._calls)
         await self._running().send(Step(call, batch))
         metrics = (await self._answer(call, f"train batch {batch.step}", self._step_timeout_s)).metrics

@@ -43,7 +43,7 @@ def session(parent: Parent[ToChild]) -> None:
         raise TypeError(f"the first message must be TrainerSettings, not {type(settings).__name__}")
     torch.set_num_threads(settings.threads)
     learner = Learner(settings)
-    parent.send(Answer(0))
+    parent.send(Answer(0, learner.limits))
     for message in requests:
         if isinstance(message, TrainerSettings):
             raise TypeError("TrainerSettings came twice")

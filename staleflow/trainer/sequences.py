@@ -1,6 +1,5 @@
 """A train batch as tensors: trajectories side by side, each token with all that training must know of it."""
 
-import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple, TypeVar
@@ -8,10 +7,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from staleflow.errors import TrainerError
 from staleflow.trainer.advantages import advantages
 from staleflow.trainer.loss_settings import AdvantageKind
-from staleflow.types import Segment, TrainBatch, Trajectory
+from staleflow.types import Segment, TrainBatch
 
 Value = TypeVar("Value", int, float)
 
@@ -39,22 +37,13 @@ class Sequences(NamedTuple):
 
 
 def collate(batch: TrainBatch, kind: AdvantageKind) -> Sequences:
-    """Stack whole groups, in order, with the advantage of each trajectory.
-
-    Raises :class:`TrainerError` when a behaviour logprob is not finite: a loss could mask it, and train on the rest
-    as if nothing were wrong.
-    """
+    """Stack whole groups, in order, with the advantage of each trajectory; the batch must be fit to train on."""
     tokens, sampled, behaviour, staleness = [], [], [], []
     for trajectory in batch.trajectories:
-        segments = _up_to_last_sampled(trajectory)
+        segments = trajectory.trained_segments
         tokens.append(list(chain.from_iterable(segment.token_ids for segment in segments)))
         sampled.append([segment.sampled for segment in segments for _ in segment.token_ids])
         behaviour.append(_per_token(segments, [segment.logprobs for segment in segments], 0.0))
-        if not all(map(math.isfinite, behaviour[-1])):
-            raise TrainerError(
-                f"step {batch.step}: member {trajectory.member} of group {trajectory.group} has a behaviour logprob "
-                "that is not finite; nothing was trained"
-            )
         gaps = [[batch.step - version for version in segment.versions] for segment in segments]
         staleness.append(_per_token(segments, gaps, 0))
     stacked = _padded(tokens, torch.int64)
@@ -68,11 +57,6 @@ def collate(batch: TrainBatch, kind: AdvantageKind) -> Sequences:
         advantages=advantages(rewards, kind).float(),
         lengths=torch.tensor([len(row) - 1 for row in tokens]),
     )
-
-
-def _up_to_last_sampled(trajectory: Trajectory) -> list[Segment]:
-    last = max(index for index, segment in enumerate(trajectory.segments) if segment.sampled)
-    return trajectory.segments[: last + 1]
 
 
 def _per_token(segments: list[Segment], values: list[list[Value]], elsewhere: Value) -> list[Value]:

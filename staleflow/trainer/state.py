@@ -1,9 +1,11 @@
 """Weights and optimizer on disk, as torch.distributed.checkpoint reads and writes them: by parameter name.
 
-Names make the files independent of the number of ranks. What is read is checked against the model before anything of
-it changes.
+Names make the files independent of the number of ranks. Names, shapes and the sizes of files are checked against the
+model before anything of it changes. Bytes that are not as they were written are not noticed here: a checkpoint's
+manifest has sums of them.
 """
 
+import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save as write
@@ -51,12 +53,18 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path)
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    fresh = not optimizer.state
     weights, moments = get_state_dict(model, optimizer)
+    if fresh:
+        # Torch has made moments by a step without gradients, and counts it: the first real one would be smaller.
+        for kept in optimizer.state.values():
+            kept["step"].zero_()
     return {"model": weights, "optimizer": moments}
 
 
 def _check(state: State, folder: Path) -> None:
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    metadata = _metadata(folder)
+    saved = metadata.state_dict_metadata
     wanted = _flat(state, "")
     for name, tensor in wanted.items():
         found = saved.get(name)
@@ -66,6 +74,28 @@ def _check(state: State, folder: Path) -> None:
     extra = {name for name, found in saved.items() if isinstance(found, TensorStorageMetadata)} - wanted.keys()
     if extra:
         raise TrainerError(f"{min(extra)} is not part of the model: it is of another model")
+    _check_sizes(metadata, folder)
+
+
+def _metadata(folder: Path) -> Metadata:
+    path = folder / ".metadata"
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except (pickle.UnpicklingError, EOFError, ImportError, LookupError, AttributeError, TypeError, ValueError) as error:
+        raise TrainerError(f"{path} is damaged: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise TrainerError(f"{path} is damaged: it holds a {type(metadata).__name__}")
+    return metadata
+
+
+def _check_sizes(metadata: Metadata, folder: Path) -> None:
+    """Refuse files that end too soon: read into the model, they would leave it half of one and half of another."""
+    for part in metadata.storage_data.values():
+        path = folder / part.relative_path
+        if not path.is_file():
+            raise TrainerError(f"{path} is missing")
+        if path.stat().st_size < part.offset + part.length:
+            raise TrainerError(f"{path} is damaged: it ends at byte {path.stat().st_size}")
 
 
 def _flat(state: State, prefix: str) -> dict[str, Tensor]:

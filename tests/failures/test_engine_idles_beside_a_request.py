@@ -5,6 +5,7 @@ from pathlib import Path
 
 from support import virtually
 
+from staleflow.coordinator import EngineView, Health
 from staleflow.fleet import Fleet
 from staleflow.store import TrajectoryStore
 from staleflow.testing import ScriptedEngine
@@ -17,7 +18,7 @@ def test_H6_cancelled_request_is_not_offered_to_an_engine() -> None:
         cancelled, waiting = store.wait_for_engine("cancelled", 0), store.wait_for_engine("waiting", 0)
         cancelled.cancel()
         assert [request.request_id for request in store.waiting] == ["waiting"]
-        assert not store.route("cancelled", 0, 0)
+        assert not store.route("cancelled", EngineView(0, 0, Health.HEALTHY, True, 0, 1))
         assert not waiting.done()
 
     virtually(main())

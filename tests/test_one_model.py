@@ -78,5 +78,5 @@ def test_reply_with_a_foreign_token_fails_its_trajectory(scripted: Scripted) -> 
     engine = ScriptedEngine(lambda request, rng: [16 if request.request_id == "1.0.0.0" else 3], vocabulary=16)
     run = scripted(CONFIG, engines=[engine])
     report = run.run()
-    assert report.accounting.failed_attempts == {"EngineError": 1}
+    assert report.accounting.failed_attempts == {"EngineReplyError": 1}
     assert [one.token_ids[-1] for one in run.trainer.batches[0].trajectories] == [3]

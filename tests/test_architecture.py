@@ -13,7 +13,19 @@ STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_fol
 COMMANDS = {"__main__", "cli", "bench", "explain"}
 RUN_IN_CHILDREN = {"engines/embedded_server.py"} | {
     f"trainer/{name}.py"
-    for name in ("advantages", "aggregation", "learner", "local_server", "loss_metrics", "losses", "sequences", "state")
+    for name in (
+        "advantages",
+        "aggregation",
+        "learner",
+        "loss_metrics",
+        "losses",
+        "rank",
+        "sequences",
+        "sharding",
+        "state",
+        "weights",
+        "world",
+    )
 }
 
 

@@ -186,6 +186,7 @@ class Learner:
         """Two equal sequences, end to end, must have equal logprobs."""
         tokens = torch.arange(4).expand(2, 4) % self._model.config.get_text_config().vocab_size
         logprobs, _ = self._logprobs(self._model, Sequences.of_tokens(tokens, self._device, sampled=True))
+        sharding.part_again(self._model)
         first, second = logprobs.chunk(2)
         if (gap := float((first - second).abs().max())) > PACKED_TOLERANCE:
             raise TrainerError(
@@ -254,7 +255,8 @@ class Learner:
         _fill(cut, rows, whole, cut_here.float())
         for chosen, part in self._passes(sequences, rows[(slopes[rows] != 0).any(1)]):
             logprobs, _ = self._logprobs(self._model, part)
-            (logprobs * _picked(slopes, chosen, part)).sum().backward()
+            weighed = logprobs * _picked(slopes, chosen, part) if len(chosen) else logprobs
+            weighed.sum().backward()
         return self._world.as_first(loss.detach()).item(), self._measured(update, rows, read, cut)
 
     def _loss_of(
@@ -353,6 +355,7 @@ class Learner:
             if len(chosen):
                 for table, own in zip(read, values, strict=True):
                     _fill(table, chosen, part, own)
+        sharding.part_again(model)
         self._share(sequences, read)
         return read
 

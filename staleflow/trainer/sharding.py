@@ -51,6 +51,12 @@ def shard(model: nn.Module, world: World) -> None:
         sharded.set_force_sum_reduction_for_comms(True)
 
 
+def part_again(model: nn.Module) -> None:
+    """After passes without a backward one: FSDP keeps what is outside the layers whole until that has come."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
 def sum_gradients(model: nn.Module, world: World) -> None:
     """Make the gradients those of all ranks; FSDP has done so in the backward pass."""
     if world.size == 1 or isinstance(model, FSDPModule):

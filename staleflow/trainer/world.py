@@ -11,7 +11,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from staleflow.errors import TrainerError
 
@@ -64,7 +63,9 @@ def meet(rank: int, size: int, port: int, listening: int | None, timeout_s: floa
         # The name of a machine may stand for an address that cannot be reached, even by itself.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         timeout = timedelta(seconds=timeout_s)
-        store = TCPStore(HERE, port, size, rank == 0, timeout=timeout, master_listen_fd=listening)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            HERE, port, size, rank == 0, timeout=timeout, master_listen_fd=listening
+        )
         dist.init_process_group(_backend(world), store=store, rank=rank, world_size=size, timeout=timeout)
     return world
 

@@ -44,7 +44,7 @@ def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         processes = []
         for rank in range(RANKS):
             listening = [meeting.fileno()] if rank == 0 else []
-            command = [str(rank), port, *(map(str, listening or ["-"])), str(model), str(folder)]
+            command = [str(rank), port, str(listening[0]) if listening else "-", str(model), str(folder)]
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "rank_cases", *command],

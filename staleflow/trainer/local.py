@@ -246,29 +246,31 @@ class LocalTrainer:
         return self._ranks
 
     async def _come_by_ranks(self, log_folder: Path) -> Sequence[Rank]:
-        """Start a child per rank, which find one another at a socket that the first is given."""
+        """Start a child per rank; several find one another at a socket that the first of them is given."""
+        if self.settings.ranks == 1:
+            return [await _spawn("trainer", log_folder, ["0", "0"])]
         children: list[Child[FromRank]] = []
         with socket.create_server(("127.0.0.1", 0)) as meeting:
+            port, listening = str(meeting.getsockname()[1]), meeting.fileno()
             try:
-                for rank in range(self.settings.ranks):
-                    child = await self._spawn(rank, meeting, log_folder)
-                    children.append(child)
+                children.append(await _spawn("trainer-0", log_folder, ["0", port, str(listening)], [listening]))
+                for rank in range(1, self.settings.ranks):
+                    children.append(await _spawn(f"trainer-{rank}", log_folder, [str(rank), port]))  # noqa: PERF401
             except BaseException:
                 await asyncio.gather(*(child.stop() for child in children))
                 raise
         return children
 
-    async def _spawn(self, rank: int, meeting: socket.socket, log_folder: Path) -> Child[FromRank]:
-        alone = self.settings.ranks == 1
-        name = "trainer" if alone else f"trainer-{rank}"
-        # Inherited only by the child that accepts connections.
-        listening = [meeting.fileno()] if rank == 0 and not alone else []
-        return await Child.spawn(
-            name,
-            "staleflow.trainer.rank",
-            log_path=log_folder / f"{name}.log",
-            receives=FromRank,  # type: ignore[arg-type]
-            error=TrainerError,
-            arguments=[str(rank), str(meeting.getsockname()[1]), *map(str, listening)],
-            pass_fds=listening,
-        )
+
+async def _spawn(
+    name: str, log_folder: Path, arguments: Sequence[str], pass_fds: Sequence[int] = ()
+) -> Child[FromRank]:
+    return await Child.spawn(
+        name,
+        "staleflow.trainer.rank",
+        log_path=log_folder / f"{name}.log",
+        receives=FromRank,  # type: ignore[arg-type]
+        error=TrainerError,
+        arguments=arguments,
+        pass_fds=pass_fds,
+    )

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from staleflow.errors import TrainerError
@@ -41,17 +42,18 @@ class World:
         return values
 
     def by_first(self, work: Callable[[], None]) -> None:
-        """Let rank 0 do what only one may; an ``OSError`` there is one of every rank."""
-        error = None
+        """Let rank 0 do what only one may; if it cannot, that is an error of every rank."""
+        error: OSError | SafetensorError | None = None
         if self.rank == 0:
             try:
                 work()
-            except OSError as raised:
+            except (OSError, SafetensorError) as raised:
                 error = raised
         if self.size > 1:
-            told = [error]
+            told = [None if error is None else str(error)]
             dist.broadcast_object_list(told, 0)
-            [error] = told
+            if self.rank > 0 and told[0] is not None:
+                raise TrainerError(told[0])
         if error is not None:
             raise error
 

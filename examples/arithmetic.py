@@ -88,6 +88,7 @@ def main() -> int:
             learning_rate=options.learning_rate,
             warmup_steps=10,
             decay_steps=options.steps,
+            ranks=options.trainer_ranks,
         ),
         config=config,
         held_out=held_out,
@@ -148,6 +149,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the model, the split, the order of tasks, the sampler")
     parser.add_argument("--loss", choices=sorted(BY_NAME), default="decoupled_ppo")
     parser.add_argument("--learning-rate", type=float, default=7e-4, help="at the first step; falls to a tenth")
+    parser.add_argument("--trainer-ranks", type=int, default=1, help="processes that train together")
     parser.add_argument("--run-dir", type=Path, default=None, help="run folder (default: runs/<local time>)")
     parser.add_argument("--checkpoint-every-steps", type=int, help="save a checkpoint to resume from, this often")
     parser.add_argument(

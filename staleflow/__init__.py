@@ -16,6 +16,7 @@ from staleflow.runner import run
 from staleflow.statistics import Accounting, PipelineStatistics, Report
 from staleflow.tasks import ListTasks, ResumableTaskSource, TaskSource, read_jsonl
 from staleflow.trainer.local import LocalTrainer
+from staleflow.trainer.remote import RemoteTrainer
 from staleflow.types import Segment, Task, Trajectory
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "QueueStatistics",
     "Refusal",
     "RefusalReason",
+    "RemoteTrainer",
     "Report",
     "ResumableTaskSource",
     "Segment",

@@ -4,8 +4,8 @@ Parent and child share a socket pair. Messages are length-prefixed msgpack. When
 the end of the stream and raises an error with the last lines of the child's log. When the parent dies, however
 suddenly, the kernel closes its end, the child reads the end of the stream and exits.
 
-The first half of this file runs in the controller (:class:`Child`), the second in the child (:class:`Parent`);
-neither knows what the messages mean.
+The first half of this file runs in the controller (:class:`Wire`, :class:`Child`), the second in the child
+(:class:`Parent`); neither knows what the messages mean.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
@@ -34,9 +34,52 @@ CHILD_NICENESS = 10
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """A message as it goes over the wire."""
+    """The message as it goes over a wire."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "little") + body
+
+
+class Wire(Generic[Received]):
+    """Messages to and from another process, on a stream. Whose end has come is told by ``ConnectionError``."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: type[Received]) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
+        self._body_bytes: int | None = None
+
+    def post(self, framed: bytes) -> None:
+        """Write one message without waiting; nobody may be there to read it."""
+        if not self._writer.is_closing():
+            self._writer.write(framed)
+
+    async def flush(self) -> None:
+        """Wait while the other side is far behind. Raises ``ConnectionError`` when it is gone."""
+        if self._writer.is_closing():
+            raise ConnectionResetError("the connection is closed")
+        await self._writer.drain()
+
+    async def receive(self) -> Received:
+        """The next message. Raises ``ConnectionError`` at the end, ``msgspec.MsgspecError`` for one that is none.
+
+        May be cancelled at any point and called again: a half-read message is continued.
+        """
+        try:
+            if self._body_bytes is None:
+                self._body_bytes = int.from_bytes(await self._reader.readexactly(4), "little")
+            body = await self._reader.readexactly(self._body_bytes)
+        except asyncio.IncompleteReadError as error:
+            raise ConnectionResetError("the connection was closed") from error
+        self._body_bytes = None
+        return self._decoder.decode(body)
+
+    def close(self) -> None:
+        """Hang up when all is written. Idempotent."""
+        self._writer.close()
+
+    def abort(self) -> None:
+        """Hang up at once. Idempotent."""
+        self._writer.transport.abort()
 
 
 class Child(Generic[Received]):
@@ -46,27 +89,30 @@ class Child(Generic[Received]):
         self,
         name: str,
         process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        wire: Wire[Received],
         log_path: Path,
-        receives: type[Received],
         error: type[ChildError],
     ) -> None:
         self.name = name
         self.pid = process.pid
         self._process = process
-        self._reader = reader
-        self._writer = writer
+        self._wire = wire
         self._log_path = log_path
-        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
         self._error = error
-        self._body_bytes: int | None = None
 
     @classmethod
     async def spawn(
-        cls, name: str, module: str, *, log_path: Path, receives: type[Received], error: type[ChildError]
+        cls,
+        name: str,
+        module: str,
+        *,
+        log_path: Path,
+        receives: type[Received],
+        error: type[ChildError],
+        arguments: Sequence[str] = (),
+        pass_fds: Sequence[int] = (),
     ) -> "Child[Received]":
-        """Start ``python -m module FD`` with its output in ``log_path``.
+        """Start ``python -m module FD ARGUMENTS`` with its output in ``log_path`` and open files ``pass_fds``.
 
         The child gets a session of its own, so that a terminal's Ctrl-C reaches only the controller, which then
         ends its children in order.
@@ -80,10 +126,11 @@ class Child(Generic[Received]):
                     "-m",
                     module,
                     str(theirs.fileno()),
+                    *arguments,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), *pass_fds],
                     start_new_session=True,
                 )
             theirs.close()
@@ -97,15 +144,21 @@ class Child(Generic[Received]):
             raise
         finally:
             theirs.close()
-        return cls(name, process, reader, writer, log_path, receives, error)
+        return cls(name, process, Wire(reader, writer, receives), log_path, error)
 
     async def send(self, message: msgspec.Struct) -> None:
         """Write one message; waits only when the child is far behind. Raises the child's error when it has died."""
-        if self._writer.is_closing():
-            raise await self._death()
-        self._writer.write(frame(message))
+        self.post(frame(message))
+        await self.flush()
+
+    def post(self, framed: bytes) -> None:
+        """Write one message, made by :func:`frame`, without waiting; whether it is read shows later."""
+        self._wire.post(framed)
+
+    async def flush(self) -> None:
+        """Wait while the child is far behind. Raises the child's error when it has died."""
         try:
-            await self._writer.drain()
+            await self._wire.flush()
         except ConnectionError:
             raise await self._death() from None
 
@@ -115,14 +168,9 @@ class Child(Generic[Received]):
         May be cancelled at any point and called again: a half-read message is continued.
         """
         try:
-            if self._body_bytes is None:
-                self._body_bytes = int.from_bytes(await self._reader.readexactly(4), "little")
-            body = await self._reader.readexactly(self._body_bytes)
-        except (asyncio.IncompleteReadError, ConnectionError):
+            return await self._wire.receive()
+        except ConnectionError:
             raise await self._death() from None
-        self._body_bytes = None
-        try:
-            return self._decoder.decode(body)
         except msgspec.MsgspecError as error:
             raise self._error(f"{self.name} sent a message that cannot be decoded: {error}") from error
 
@@ -133,7 +181,7 @@ class Child(Generic[Received]):
 
     async def stop(self) -> None:
         """End the process: hang up, wait a little, kill. Idempotent."""
-        self._writer.close()
+        self._wire.close()
         try:
             async with asyncio.timeout(STOP_GRACE_S):
                 await self._process.wait()
@@ -181,9 +229,8 @@ def yield_processor() -> None:
 class Parent(Generic[Received]):
     """The controller, as a child process sees it: iterate for its requests, ``send`` the answers."""
 
-    def __init__(self, receives: type[Received]) -> None:
-        yield_processor()
-        self._socket = socket.socket(fileno=int(sys.argv[1]))
+    def __init__(self, receives: type[Received], connection: socket.socket) -> None:
+        self._socket = connection
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
         self._requests: queue.SimpleQueue[Received] = queue.SimpleQueue()
         self._write_lock = threading.Lock()
@@ -195,15 +242,26 @@ class Parent(Generic[Received]):
 
     def send(self, message: msgspec.Struct) -> None:
         """Write one message; safe from any thread."""
-        data = frame(message)
+        framed = frame(message)
         with self._write_lock:
-            self._socket.sendall(data)
+            self._socket.sendall(framed)
 
     @classmethod
-    def serve(cls, receives: type[Received], session: "Callable[[Parent[Received]], None]") -> NoReturn:
-        """Run a child's whole life. Whatever ends ``session`` ends the process, whichever threads still run."""
+    def serve(
+        cls,
+        receives: type[Received],
+        session: "Callable[[Parent[Received]], None]",
+        connection: socket.socket | None = None,
+    ) -> NoReturn:
+        """Run a child's whole life. Whatever ends ``session`` ends the process, whichever threads still run.
+
+        Without a ``connection``, the process is a child on the controller's machine, started by :meth:`Child.spawn`.
+        """
         try:
-            session(cls(receives))
+            if connection is None:
+                yield_processor()
+                connection = socket.socket(fileno=int(sys.argv[1]))
+            session(cls(receives, connection))
         except BaseException:  # noqa: BLE001 - the last frame of the process: print, then exit
             traceback.print_exc()
         sys.stderr.flush()

@@ -272,7 +272,8 @@ class StepMetrics(msgspec.Struct, frozen=True):
     ``behaviour_ratio`` is of the policy at the start of the step to the one that sampled, ``policy_ratio`` of the
     policy being trained to the one that sampled. ``k1`` and ``k3`` estimate how far the data is from the policy at the
     start of the step: the means of ``-d`` and of ``exp(d) - 1 - d``, with ``d`` the log of the former ratio. With
-    several updates and a loss that does not need that policy, these three are of the first update.
+    several updates and a loss that does not need that policy, these three are of the first update. ``reference_k3``
+    estimates in the same way how far the policy being trained is from the reference model, and is None without one.
 
     ``cut_by_staleness`` has the staleness of a token as key. ``cut_by_length`` divides trajectories by length into
     tenths; its key is the longest of each, in sampled tokens, and trajectories of one length are never divided.
@@ -294,3 +295,4 @@ class StepMetrics(msgspec.Struct, frozen=True):
     skipped_updates: int = 0
     skipped: list[SkippedUpdate] = []
     updates_without_gradient: int = 0
+    reference_k3: float | None = None

@@ -14,7 +14,19 @@ BUILT_IN_ORDER = ("members", "rollouts", "evaluation", "checkpointing", "trainin
 COMMANDS = {"__main__", "cli", "bench", "explain", "plot"}
 RUN_IN_CHILDREN = {f"engines/{name}.py" for name in ("embedded_server", "vllm_checkpoint", "vllm_weights")} | {
     f"trainer/{name}.py"
-    for name in ("advantages", "aggregation", "learner", "local_server", "loss_metrics", "losses", "sequences", "state")
+    for name in (
+        "advantages",
+        "aggregation",
+        "learner",
+        "loss_metrics",
+        "losses",
+        "rank",
+        "sequences",
+        "sharding",
+        "state",
+        "weights",
+        "world",
+    )
 }
 
 

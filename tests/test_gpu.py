@@ -1,8 +1,11 @@
 """The whole path on a CUDA device; the same code runs on CPUs everywhere else."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
+from models import ALPHABET, batch, figures
 
 from staleflow import LLM, Config, EmbeddedEngine, ListTasks, LocalTrainer, Pipeline, run
 from staleflow.testing import character_llama
@@ -12,6 +15,12 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 async def rollout(letter: str, llm: LLM) -> float:
@@ -39,3 +48,22 @@ def test_engine_and_trainer_agree_on_a_gpu(tmp_path: Path) -> None:
     assert report.accuracy_after is not None
     assert report.accuracy_after > report.accuracy_before + 0.2
     assert report.staleness_max == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.torch
+@pytest.mark.skipif("devices() < 2", reason="fewer than two CUDA devices")
+@pytest.mark.parametrize("settings", [{}, {"packing": True}, {"sharded": False}, {"activation_checkpointing": True}])
+def test_two_ranks_on_two_gpus_come_to_what_one_comes_to(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = character_llama(tmp_path / "model", ALPHABET, hidden_size=32)
+
+    async def trained(ranks: int) -> dict[str, float]:
+        trainer = LocalTrainer(model, ranks=ranks, learning_rate=1e-3, **settings)
+        try:
+            await trainer.start(tmp_path)
+            await trainer.step(batch(0))
+            return figures(await trainer.step(batch(1)))
+        finally:
+            await trainer.stop()
+
+    assert asyncio.run(trained(2)) == pytest.approx(asyncio.run(trained(1)), rel=1e-3, abs=1e-4)

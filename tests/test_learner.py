@@ -228,7 +228,7 @@ def test_published_weights_are_the_parameters_by_name(model: Path, tmp_path: Pat
     learner = make_learner(model)
     learner.step(batch())
     learner.write_weights(tmp_path)
-    published = load_file(tmp_path / "weights.safetensors")
+    published = load_file(tmp_path / "weights-0.safetensors")
     # Embeddings are tied: one tensor, one name.
     assert published.keys() == dict(load(model).named_parameters()).keys()
     assert "lm_head.weight" not in published

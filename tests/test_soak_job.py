@@ -22,7 +22,7 @@ CHILD = "import sys, time; open(sys.argv[1], 'a').write('c'); time.sleep(600)"
 FAMILY = f"""
 import subprocess, sys, time
 started = [subprocess.Popen([sys.executable, "-c", {CHILD!r}, sys.argv[1], *more], start_new_session=True)
-           for more in ([], ["staleflow.trainer.local_server"])]
+           for more in ([], ["staleflow.trainer.rank"])]
 started[-1].wait()
 sys.exit(1)
 """

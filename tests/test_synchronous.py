@@ -73,7 +73,7 @@ class ModelEngine(ScriptedEngine):
         from safetensors.torch import load_file
 
         await asyncio.sleep(self._times.expovariate(1.0))
-        self._model.load_state_dict(load_file(weights / "weights.safetensors"), strict=False)
+        self._model.load_state_dict(load_file(weights / "weights-0.safetensors"), strict=False)
         self.version = version
         return version
 

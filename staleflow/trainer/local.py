@@ -1,14 +1,14 @@
-"""The local trainer, controller side: one child process on this machine that runs torch.
+"""The local trainer, controller side: one or more child processes on this machine that run torch.
 
-Calls are strictly one after the other, so the wire needs no table of futures: a call sends one message and reads
-until the answer with its number. An answer to a call that was cancelled is thereby skipped.
+Its settings are those of every trainer; :mod:`staleflow.trainer.remote` has another way to come by ranks.
 """
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -16,13 +16,16 @@ from staleflow.errors import ConfigError, TrainerError
 from staleflow.process import Child
 from staleflow.trainer.faults import NonfinitePolicy
 from staleflow.trainer.loss_settings import AdvantageKind, AggregationKind, LossSettings, Parameter, loss_settings
+from staleflow.trainer.protocol import Answer, Call, FromRank, LoadState, Publish, Save, SaveState, Step
+from staleflow.trainer.ranks import Rank, Ranks
 from staleflow.types import ModelLimits, StepMetrics, TrainBatch
 
 START_TIMEOUT_S = 300.0
+ComputeType: TypeAlias = Literal["float32", "bfloat16"]
 
 
 class TrainerSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """First message to the child; see :class:`LocalTrainer` for what the settings mean.
+    """First message to a rank; see :class:`LocalTrainer` for what the settings mean.
 
     ``dump_folder`` is where trajectories of updates that are not finite are written to; None before the start.
     """
@@ -41,57 +44,18 @@ class TrainerSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     max_gradient_norm: float
     minibatches: int
     micro_batch_tokens: int
+    packing: bool
     temperature: float
+    reference: str | None
+    kl_weight: float
+    dtype: ComputeType
+    activation_checkpointing: bool
+    ranks: int
+    sharded: bool
     threads: int
     on_nonfinite: NonfinitePolicy
+    collective_timeout_s: float
     dump_folder: str | None = None
-
-
-class Step(msgspec.Struct, tag=True, frozen=True):
-    """Train on a batch."""
-
-    call: int
-    batch: TrainBatch
-
-
-class Publish(msgspec.Struct, tag=True, frozen=True):
-    """Write the weights into a folder."""
-
-    call: int
-    weights: str
-
-
-class Save(msgspec.Struct, tag=True, frozen=True):
-    """Write a checkpoint folder."""
-
-    call: int
-    folder: str
-
-
-class SaveState(msgspec.Struct, tag=True, frozen=True):
-    """Write all that training goes on from to a new folder."""
-
-    call: int
-    folder: str
-
-
-class LoadState(msgspec.Struct, tag=True, frozen=True):
-    """Go on from what was written."""
-
-    call: int
-    folder: str
-
-
-class Answer(msgspec.Struct, tag=True, frozen=True):
-    """The call has been carried out; ``error`` says why it could not be. ``limits`` are those of the loaded model."""
-
-    call: int
-    limits: ModelLimits | None = None
-    metrics: StepMetrics | None = None
-    error: str | None = None
-
-
-ToChild: TypeAlias = TrainerSettings | Step | Publish | Save | SaveState | LoadState
 
 
 def _refuse_impossible(settings: TrainerSettings, step_timeout_s: float) -> None:
@@ -99,12 +63,17 @@ def _refuse_impossible(settings: TrainerSettings, step_timeout_s: float) -> None
         ("advantages", settings.advantages, get_args(AdvantageKind)),
         ("aggregation", settings.aggregation, get_args(AggregationKind)),
         ("on_nonfinite", settings.on_nonfinite, get_args(NonfinitePolicy)),
+        ("dtype", settings.dtype, get_args(ComputeType)),
     ):
         if chosen not in allowed:
             raise ConfigError(f"{name} is {chosen!r}; it must be one of {', '.join(allowed)}")
     if (settings.longest_tokens is None) == (settings.aggregation == "sequence_sum"):
         raise ConfigError(
             f"longest_tokens is {settings.longest_tokens} with {settings.aggregation}; it goes with sequence_sum only"
+        )
+    if (settings.reference is None) != (settings.kl_weight == 0):
+        raise ConfigError(
+            f"kl_weight is {settings.kl_weight} with reference {settings.reference!r}; give both, or none"
         )
     positive: dict[str, float] = {
         "longest_tokens": 1 if settings.longest_tokens is None else settings.longest_tokens,
@@ -113,6 +82,7 @@ def _refuse_impossible(settings: TrainerSettings, step_timeout_s: float) -> None
         "minibatches": settings.minibatches,
         "micro_batch_tokens": settings.micro_batch_tokens,
         "temperature": settings.temperature,
+        "ranks": settings.ranks,
         "threads": settings.threads,
         "step_timeout_s": step_timeout_s,
         "decay_steps": 1 if settings.decay_steps is None else settings.decay_steps,
@@ -120,7 +90,11 @@ def _refuse_impossible(settings: TrainerSettings, step_timeout_s: float) -> None
     for name, value in positive.items():
         if not value > 0:
             raise ConfigError(f"{name} is {value}; it must be above 0")
-    for name, value in (("weight_decay", settings.weight_decay), ("warmup_steps", settings.warmup_steps)):
+    for name, value in (
+        ("weight_decay", settings.weight_decay),
+        ("warmup_steps", settings.warmup_steps),
+        ("kl_weight", settings.kl_weight),
+    ):
         if not value >= 0:
             raise ConfigError(f"{name} is {value}; it must not be negative")
     for name, beta in (("betas[0]", settings.beta1), ("betas[1]", settings.beta2)):
@@ -129,7 +103,7 @@ def _refuse_impossible(settings: TrainerSettings, step_timeout_s: float) -> None
 
 
 class LocalTrainer:
-    """GRPO with AdamW in a child process.
+    """GRPO with AdamW in child processes, one per rank (``docs/design/trainer.md``).
 
     Args:
         model: Hugging Face causal LM folder; the same one the engines load.
@@ -152,9 +126,21 @@ class LocalTrainer:
         weight_decay: of AdamW.
         max_gradient_norm: gradients are scaled down to this global norm.
         minibatches: optimizer updates per step, but no more than there are groups; each takes an equal share of them.
-        micro_batch_tokens: padded tokens per forward pass; bounds memory, does not change the result.
+        micro_batch_tokens: tokens per forward pass and rank, padding included, unless one sequence has more; bounds
+            memory, does not change the result.
+        packing: put the sequences of a micro-batch end to end in one row, instead of side by side with padding. Saves
+            time where flash attention is installed. Refused for models that cannot tell the sequences apart.
         temperature: the sampler's; a mismatch with the engines' is found at the first step, and warned of.
-        threads: torch threads of the child.
+        reference: folder of a model of the same vocabulary from which the policy should not diverge; with
+            ``kl_weight``, and as large in memory as the model's weights.
+        kl_weight: of that divergence (the k3 estimate on sampled tokens) in the loss of each token.
+        dtype: of matrix products and activations; weights, gradients and the optimizer are float32.
+        activation_checkpointing: keep only the inputs of each layer, and compute it again in the backward pass: less
+            memory, a third more time.
+        ranks: processes that train together, each on a GPU of its own where there are GPUs.
+        sharded: with several ranks, each keeps only its part of weights and optimizer (FSDP2); where torch cannot do
+            that, and with False, each keeps all of them. Does not change the result.
+        threads: torch threads of each child.
         on_nonfinite: what becomes of an update whose loss, gradient or recorded logprobs are not finite. It is never
             made; the trajectories to blame are written to ``logs/nonfinite-*.json`` in the run folder. ``"stop"`` ends
             the run; ``"skip"`` goes on with the next update, counts it in the metrics as one of ``skipped_updates``,
@@ -179,13 +165,21 @@ class LocalTrainer:
         max_gradient_norm: float = 1.0,
         minibatches: int = 1,
         micro_batch_tokens: int = 16_384,
+        packing: bool = False,
         temperature: float = 1.0,
+        reference: str | Path | None = None,
+        kl_weight: float = 0.0,
+        dtype: ComputeType = "float32",
+        activation_checkpointing: bool = False,
+        ranks: int = 1,
+        sharded: bool = True,
         threads: int = 1,
         on_nonfinite: NonfinitePolicy = "stop",
         step_timeout_s: float = 1800.0,
     ) -> None:
-        if not (Path(model) / "config.json").is_file():
-            raise ConfigError(f"model {str(model)!r}: no such Hugging Face folder (it has no config.json)")
+        for name, folder in (("model", model), ("reference", model if reference is None else reference)):
+            if not (Path(folder) / "config.json").is_file():
+                raise ConfigError(f"{name} {str(folder)!r}: no such Hugging Face folder (it has no config.json)")
         self.settings = TrainerSettings(
             model=str(model),
             loss=loss_settings(loss, loss_parameters or {}),
@@ -201,14 +195,22 @@ class LocalTrainer:
             max_gradient_norm=max_gradient_norm,
             minibatches=minibatches,
             micro_batch_tokens=micro_batch_tokens,
+            packing=packing,
             temperature=temperature,
+            reference=None if reference is None else str(reference),
+            kl_weight=kl_weight,
+            dtype=dtype,
+            activation_checkpointing=activation_checkpointing,
+            ranks=ranks,
+            sharded=sharded,
             threads=threads,
             on_nonfinite=on_nonfinite,
+            collective_timeout_s=max(step_timeout_s, START_TIMEOUT_S),
         )
         _refuse_impossible(self.settings, step_timeout_s)
         self._step_timeout_s = step_timeout_s
         self._limits = ModelLimits()
-        self._child: Child[Answer] | None = None
+        self._ranks: Ranks | None = None
         self._calls = itertools.count(1)
 
     @property
@@ -217,73 +219,79 @@ class LocalTrainer:
         return self._limits
 
     async def start(self, log_folder: Path) -> None:
-        """Spawn the child and wait until the model is loaded; raises :class:`TrainerError` with its last log lines."""
-        self._child = await Child.spawn(
-            "trainer",
-            "staleflow.trainer.local_server",
-            log_path=log_folder / "trainer.log",
-            receives=Answer,
-            error=TrainerError,
-        )
-        await self._child.send(msgspec.structs.replace(self.settings, dump_folder=str(log_folder)))
-        loaded = await self._answer(0, f"load {self.settings.model}", START_TIMEOUT_S)
+        """Start the ranks and wait until they have loaded the model; raises :class:`TrainerError` if one cannot."""
+        self._ranks = Ranks(await self._come_by_ranks(log_folder))
+        settings = msgspec.structs.replace(self.settings, dump_folder=str(log_folder))
+        loaded = await self._ranks.call(settings, 0, f"load {self.settings.model}", START_TIMEOUT_S)
         self._limits = loaded.limits or ModelLimits()
 
     async def run(self) -> None:
-        """Watch until cancelled; raises :class:`TrainerError` when the child dies."""
+        """Watch until cancelled; raises :class:`TrainerError` when a rank dies."""
         raise await self._running().died()
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
         """Train on one batch; raises :class:`TrainerError` when it is unfit, or not finite (``on_nonfinite``)."""
         call = next(self._calls)
-        await self._running().send(Step(call, batch))
-        metrics = (await self._answer(call, f"train batch {batch.step}", self._step_timeout_s)).metrics
+        metrics = (await self._call(Step(call, batch), f"train batch {batch.step}")).metrics
         if metrics is None:
             raise TrainerError("the trainer answered a step without metrics")
         return metrics
 
     async def publish(self, weights: Path) -> None:
         """Write the present weights to ``weights``; raises :class:`TrainerError` when that fails."""
-        call = next(self._calls)
-        await self._running().send(Publish(call, str(weights)))
-        await self._answer(call, f"write {weights}", self._step_timeout_s)
+        await self._call(Publish(next(self._calls), str(weights)), f"write {weights}")
 
     async def save(self, folder: Path) -> None:
         """Write a checkpoint to ``folder``; raises :class:`TrainerError` when that fails."""
-        call = next(self._calls)
-        await self._running().send(Save(call, str(folder)))
-        await self._answer(call, f"write {folder}", self._step_timeout_s)
+        await self._call(Save(next(self._calls), str(folder)), f"write {folder}")
 
     async def save_state(self, folder: Path) -> None:
         """Write weights and optimizer to ``folder``; raises :class:`TrainerError` when that fails."""
-        call = next(self._calls)
-        await self._running().send(SaveState(call, str(folder)))
-        await self._answer(call, f"write {folder}", self._step_timeout_s)
+        await self._call(SaveState(next(self._calls), str(folder)), f"write {folder}")
 
     async def load_state(self, folder: Path) -> None:
         """Take weights and optimizer from ``folder``; raises :class:`TrainerError` when they are of another model."""
-        call = next(self._calls)
-        await self._running().send(LoadState(call, str(folder)))
-        await self._answer(call, f"read {folder}", self._step_timeout_s)
+        await self._call(LoadState(next(self._calls), str(folder)), f"read {folder}")
 
     async def stop(self) -> None:
-        """End the child. Idempotent."""
-        if self._child is not None:
-            await self._child.stop()
+        """End all ranks. Idempotent."""
+        if self._ranks is not None:
+            await self._ranks.stop()
 
-    async def _answer(self, call: int, work: str, timeout_s: float) -> Answer:
-        child = self._running()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while (answer := await child.receive()).call != call:
-                    continue
-        except TimeoutError:
-            raise TrainerError(f"the trainer did not {work} within {timeout_s:.0f} s") from None
-        if answer.error is not None:
-            raise TrainerError(f"the trainer could not {work}: {answer.error}")
-        return answer
+    async def _call(self, message: Call, work: str) -> Answer:
+        return await self._running().call(message, message.call, work, self._step_timeout_s)
 
-    def _running(self) -> Child[Answer]:
-        if self._child is None:
+    def _running(self) -> Ranks:
+        if self._ranks is None:
             raise TrainerError("the trainer was not started")
-        return self._child
+        return self._ranks
+
+    async def _come_by_ranks(self, log_folder: Path) -> Sequence[Rank]:
+        """Start a child per rank; several find one another at a socket that the first of them is given."""
+        if self.settings.ranks == 1:
+            return [await _spawn("trainer", log_folder, ["0", "0"])]
+        children: list[Child[FromRank]] = []
+        with socket.create_server(("127.0.0.1", 0)) as meeting:
+            port, listening = str(meeting.getsockname()[1]), meeting.fileno()
+            try:
+                children.append(await _spawn("trainer-0", log_folder, ["0", port, str(listening)], [listening]))
+                for rank in range(1, self.settings.ranks):
+                    children.append(await _spawn(f"trainer-{rank}", log_folder, [str(rank), port]))  # noqa: PERF401
+            except BaseException:
+                await asyncio.gather(*(child.stop() for child in children))
+                raise
+        return children
+
+
+async def _spawn(
+    name: str, log_folder: Path, arguments: Sequence[str], pass_fds: Sequence[int] = ()
+) -> Child[FromRank]:
+    return await Child.spawn(
+        name,
+        "staleflow.trainer.rank",
+        log_path=log_folder / f"{name}.log",
+        receives=FromRank,  # type: ignore[arg-type]
+        error=TrainerError,
+        arguments=arguments,
+        pass_fds=pass_fds,
+    )

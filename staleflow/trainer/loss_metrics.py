@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from staleflow.trainer.losses import MAX_LOG_RATIO, Tokens
+from staleflow.trainer.losses import MAX_LOG_RATIO, Tokens, divergence
 from staleflow.types import Agreement, CutShare, RatioMoments, StepMetrics
 
 LENGTH_SHARES = 10
@@ -20,7 +20,8 @@ LENGTH_SHARES = 10
 class Measured(NamedTuple):
     """What a loss was given and what it said, for some of a step's sequences; all but ``tokens`` are ``[tokens]``.
 
-    ``proximal_known`` is false when the proximal logprobs are not those of the start of the step.
+    ``proximal_known`` is false when the proximal logprobs are not those of the start of the step;
+    ``reference_logprobs`` are None where there is no reference.
     """
 
     policy_logprobs: Tensor
@@ -28,6 +29,7 @@ class Measured(NamedTuple):
     cut: Tensor
     staleness: Tensor
     proximal_known: bool
+    reference_logprobs: Tensor | None = None
 
 
 def measure(measured: Sequence[Measured], *, loss: float, gradient_norm: float, tokens: int) -> StepMetrics:
@@ -49,8 +51,18 @@ def measure(measured: Sequence[Measured], *, loss: float, gradient_norm: float, 
         policy_ratio=_moments(policy_gaps),
         cut_by_staleness=_cut_by(staleness, cut),
         cut_by_length=_cut_by(_length_classes(lengths).repeat_interleave(lengths), cut),
+        reference_k3=_reference_k3(measured),
     )
     return _with_start_of_step(metrics, [part for part in measured if part.proximal_known])
+
+
+def _reference_k3(measured: Sequence[Measured]) -> float | None:
+    strayed = [
+        divergence(part.policy_logprobs.double(), part.reference_logprobs.double())
+        for part in measured
+        if part.reference_logprobs is not None
+    ]
+    return torch.cat(strayed).mean().item() if strayed else None
 
 
 def _with_start_of_step(metrics: StepMetrics, known: Sequence[Measured]) -> StepMetrics:

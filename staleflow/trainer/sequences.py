@@ -30,7 +30,15 @@ class Sequences(NamedTuple):
     advantages: Tensor
     lengths: Tensor
 
-    def rows(self, chosen: Tensor, device: str) -> "Sequences":
+    @classmethod
+    def of_tokens(cls, tokens: Tensor, device: torch.device, *, sampled: bool) -> "Sequences":
+        """Only something to pass through a model: ``tokens``, without padding, all of them sampled or none."""
+        nothing = torch.zeros(tokens.shape)
+        lengths = torch.full((len(tokens),), tokens.shape[1])
+        one = cls(tokens, tokens, nothing.bool() | sampled, nothing, nothing.long(), nothing[:, 0], lengths)
+        return cls(*(each.to(device) for each in one))
+
+    def rows(self, chosen: Tensor, device: torch.device | str) -> "Sequences":
         """The chosen sequences, without columns that are padding in all of them."""
         longest = int(self.lengths[chosen].max())
         return Sequences(*((each[chosen, :longest] if each.dim() == 2 else each[chosen]).to(device) for each in self))

@@ -22,13 +22,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save as write
 
 from staleflow.errors import TrainerError
+from staleflow.trainer.world import World
 
 State = dict[str, Any]
 
 
-def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> None:
     """Write both to a new folder; raises :class:`TrainerError` where the disk does not take it."""
-    folder.mkdir()
+    world.by_first(folder.mkdir)
     try:
         with _single_process():
             write(_state(model, optimizer), checkpoint_id=folder)

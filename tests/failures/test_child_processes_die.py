@@ -86,7 +86,7 @@ def children_of(process: psutil.Process, *modules: str) -> list[psutil.Process]:
 
 @pytest.mark.parametrize(
     ("module", "name", "error"),
-    [("engines.embedded_server", "engine-0", EngineError), ("trainer.local_server", "trainer", TrainerError)],
+    [("engines.embedded_server", "engine-0", EngineError), ("trainer.rank", "trainer", TrainerError)],
     ids=["engine", "trainer"],
 )
 def test_killed_child_ends_the_run_with_its_name_and_signal(

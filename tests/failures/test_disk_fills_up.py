@@ -16,6 +16,7 @@ from staleflow import LocalTrainer, StalenessLedger
 from staleflow.checkpoints import Checkpoints, open_checkpoint
 from staleflow.cut import Cut, HistorySizes, Recorded
 from staleflow.errors import TrainerError
+from staleflow.process import Child
 from staleflow.testing import character_llama
 from staleflow.trainer.learner import Learner
 
@@ -67,14 +68,16 @@ def test_disk_full_in_the_real_trainer_leaves_the_older_checkpoint_whole(tmp_pat
 
     async def main() -> None:
         await trainer.start(tmp_path)
-        assert trainer._child is not None
+        assert trainer._ranks is not None
+        [child] = trainer._ranks._ranks
+        assert isinstance(child, Child)
         try:
             await trainer.step(pair(0))
             await checkpoints.save(cut(1), trainer, [])
             await trainer.step(pair(1))
             # At once, and with some of the state written.
             for size_bytes in (4096, 100_000):
-                with largest_file(trainer._child.pid, size_bytes), pytest.raises(TrainerError, match="could not write"):
+                with largest_file(child.pid, size_bytes), pytest.raises(TrainerError, match="could not write"):
                     await checkpoints.save(cut(2), trainer, [])
                 assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["1"]
                 assert open_checkpoint(tmp_path / "run").cut.step == 1

@@ -192,12 +192,23 @@ class VllmServer:
             death.cancel()
 
 
-def launch_vllm(model: str | Path, servers: int = 2, **settings: Any) -> "list[VllmEngine]":
+def launch_vllm(
+    model: str | Path,
+    servers: int = 2,
+    *,
+    capacity: int = 64,
+    temperature: float = 1.0,
+    pull_from: str | None = None,
+    **settings: Any,
+) -> "list[VllmEngine]":
     """Engines with a vLLM server of their own each.
 
     Args:
         model: folder with ``config.json`` and safetensors weights.
         servers: how many.
+        capacity: of each :class:`staleflow.engines.vllm.VllmEngine`, as are the next two.
+        temperature: of sampling.
+        pull_from: address of a parameter server; these are on its host, so they need none.
         **settings: those of :class:`VllmServer`.
     """
     from staleflow.engines.vllm import VllmEngine
@@ -206,12 +217,17 @@ def launch_vllm(model: str | Path, servers: int = 2, **settings: Any) -> "list[V
         raise ConfigError(f"servers is {servers}; it must be at least 1")
     if servers > 1 and settings.get("port") is not None:
         raise ConfigError(f"port is given for {servers} servers; leave it out, and each takes a free one")
-    return [VllmEngine(VllmServer(model, **settings), model=model) for _ in range(servers)]
+    return [
+        VllmEngine(
+            VllmServer(model, **settings), model=model, capacity=capacity, temperature=temperature, pull_from=pull_from
+        )
+        for _ in range(servers)
+    ]
 
 
 def _check_installed() -> None:
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed in this environment; `make setup` installs it for CPUs")
+        raise ConfigError("vLLM is not installed in this environment; `make vllm` installs it for CPUs")
     if not importlib.metadata.entry_points(group="vllm.general_plugins", name=BACKEND):
         raise ConfigError("vLLM would not find staleflow's plug-in; install staleflow with pip in this environment")
 

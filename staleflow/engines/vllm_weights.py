@@ -126,8 +126,8 @@ class PulledWeights(WeightTransferEngine[Nothing, Source]):
 
     def _pull_of(self, source: Source) -> "_Pull":
         if self._pull is None or self._pull.source != source:
-            if self._pull is not None and self._pull.running:
-                # It will write into this memory for as long as it lasts.
+            if self._pull is not None and (self._pull.running or self._pull is self._accepted):
+                # This memory is still written to, or about to be swapped in.
                 self._memory = Memory()
             self._pull = _Pull(source, self._memory, self._expected, self._optional)
         return self._pull

@@ -1,11 +1,14 @@
+import errno
 import fcntl
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from staleflow.errors import ConfigError
+from staleflow.errors import ConfigError, WeightsError
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
 
 
@@ -117,3 +120,36 @@ def test_too_few_versions_to_keep_are_refused(tmp_path: Path, keep: int) -> None
     with pytest.raises(ConfigError, match=f"keep is {keep}"):
         SharedMemoryParameterServer(tmp_path, keep=keep)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_version_that_will_not_fit_is_refused_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = SharedMemoryParameterServer(tmp_path)
+    publish(server, 1)
+    full = shutil.disk_usage(tmp_path)._replace(free=3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(
+        WeightsError, match=r"version 2 cannot be published: the one before takes 0 MB, and .* 0 MB left"
+    ):
+        publish(server, 2)
+    assert server.versions == (1,)
+    monkeypatch.undo()
+    publish(server, 2)
+    server.close()
+
+
+def test_disk_that_is_full_while_publishing_leaves_nothing_of_the_version(tmp_path: Path) -> None:
+    server = SharedMemoryParameterServer(tmp_path)
+
+    def publish_until_full() -> None:
+        with server.publishing(1) as weights:
+            (weights / "a.safetensors").write_text("half of the weights")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(WeightsError, match=r"version 1 cannot be published in .*No space left on device"):
+        publish_until_full()
+    assert server.versions == ()
+    assert [path.name for path in tmp_path.glob("*/*")] == ["lock"]
+    publish(server, 1)
+    server.close()

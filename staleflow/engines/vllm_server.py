@@ -42,6 +42,7 @@ class Settings(msgspec.Struct, frozen=True):
     arguments: tuple[str, ...]
     threads: int
     dtype: str
+    enforce_eager: bool
     seed: int
     cache_gib: int
 
@@ -56,6 +57,7 @@ class VllmServer:
         environment: variables to add to the controller's.
         threads: of the processor, without a GPU.
         dtype: that vLLM computes in.
+        enforce_eager: no compiled graphs, which take minutes to make; give False on a GPU, where they pay.
         seed: of the sampler, together with the server's name: two servers never sample in step.
         cache_gib: size of the key-value cache without a GPU.
         secret: of a :class:`staleflow.parameter_server.tcp.TcpParameterServer`, if weights come from one.
@@ -71,6 +73,7 @@ class VllmServer:
         environment: Mapping[str, str] | None = None,
         threads: int = 1,
         dtype: str = "float32",
+        enforce_eager: bool = True,
         seed: int = 0,
         cache_gib: int = 1,
         secret: str | None = None,
@@ -83,7 +86,7 @@ class VllmServer:
         for name, value in (("cache_gib", cache_gib), ("start_timeout_s", start_timeout_s)):
             if value <= 0:
                 raise ConfigError(f"{name} is {value}; it must be above 0")
-        self.settings = Settings(str(model), port, tuple(arguments), threads, dtype, seed, cache_gib)
+        self.settings = Settings(str(model), port, tuple(arguments), threads, dtype, enforce_eager, seed, cache_gib)
         self._environment = dict(environment or {})
         if secret is not None:
             self._environment[SECRET_VARIABLE] = secret
@@ -153,7 +156,8 @@ class VllmServer:
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", settings.model, "--host", HOST, "--port", str(port)),
             *("--dtype", settings.dtype, "--seed", str(seed)),
-            *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enforce-eager"),
+            *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
+            *(["--enforce-eager"] if settings.enforce_eager else []),
             *("--weight-transfer-config", json.dumps({"backend": BACKEND})),
             *("--worker-extension-cls", "staleflow.engines.vllm_plugin.WeightPrefetch"),
             *settings.arguments,
@@ -192,12 +196,23 @@ class VllmServer:
             death.cancel()
 
 
-def launch_vllm(model: str | Path, servers: int = 2, **settings: Any) -> "list[VllmEngine]":
+def launch_vllm(
+    model: str | Path,
+    servers: int = 2,
+    *,
+    capacity: int = 64,
+    temperature: float = 1.0,
+    pull_from: str | None = None,
+    **settings: Any,
+) -> "list[VllmEngine]":
     """Engines with a vLLM server of their own each.
 
     Args:
         model: folder with ``config.json`` and safetensors weights.
         servers: how many.
+        capacity: of each :class:`staleflow.engines.vllm.VllmEngine`, as are the next two.
+        temperature: of sampling.
+        pull_from: address of a parameter server; these are on its host, so they need none.
         **settings: those of :class:`VllmServer`.
     """
     from staleflow.engines.vllm import VllmEngine
@@ -206,12 +221,17 @@ def launch_vllm(model: str | Path, servers: int = 2, **settings: Any) -> "list[V
         raise ConfigError(f"servers is {servers}; it must be at least 1")
     if servers > 1 and settings.get("port") is not None:
         raise ConfigError(f"port is given for {servers} servers; leave it out, and each takes a free one")
-    return [VllmEngine(VllmServer(model, **settings), model=model) for _ in range(servers)]
+    return [
+        VllmEngine(
+            VllmServer(model, **settings), model=model, capacity=capacity, temperature=temperature, pull_from=pull_from
+        )
+        for _ in range(servers)
+    ]
 
 
 def _check_installed() -> None:
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed in this environment; `make setup` installs it for CPUs")
+        raise ConfigError("vLLM is not installed in this environment; `make vllm` installs it for CPUs")
     if not importlib.metadata.entry_points(group="vllm.general_plugins", name=BACKEND):
         raise ConfigError("vLLM would not find staleflow's plug-in; install staleflow with pip in this environment")
 

@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from staleflow.engines.vllm_checkpoint import Shapes, check_shapes, checkpoint_files, shapes_in, tensors_in, touch
@@ -112,6 +113,7 @@ class PulledWeights(WeightTransferEngine[Nothing, Source]):
             initialize_layerwise_reload(self.model)
             self.model.load_weights(iter(self._accepted.tensors.items()))
             finalize_layerwise_reload(self.model, self.model_config)
+            _repack_embeddings(self.model)
         except BaseException:  # noqa: BLE001 - whatever it was, the model is of two versions now
             traceback.print_exc()
             os._exit(1)
@@ -124,8 +126,8 @@ class PulledWeights(WeightTransferEngine[Nothing, Source]):
 
     def _pull_of(self, source: Source) -> "_Pull":
         if self._pull is None or self._pull.source != source:
-            if self._pull is not None and self._pull.running:
-                # It will write into this memory for as long as it lasts.
+            if self._pull is not None and (self._pull.running or self._pull is self._accepted):
+                # This memory is still written to, or about to be swapped in.
                 self._memory = Memory()
             self._pull = _Pull(source, self._memory, self._expected, self._optional)
         return self._pull
@@ -186,3 +188,14 @@ class _Pull:
 
     def _report(self, pulled_bytes: int, total_bytes: int) -> None:
         self.progress.pulled_bytes, self.progress.total_bytes = pulled_bytes, total_bytes
+
+
+def _repack_embeddings(model: torch.nn.Module) -> None:
+    """Let a head that shares its weight with the embedding see the new one.
+
+    On CPUs vLLM computes with a repacked copy of each layer's weight. Its reload makes that of the layer for which a
+    weight is in the checkpoint, and a tied head goes on with its old copy.
+    """
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelEmbedding) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+            layer.quant_method.process_weights_after_loading(layer)

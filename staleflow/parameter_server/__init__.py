@@ -1,1 +1,1 @@
-"""The parameter server: published weights, pulled from ``shared_memory`` on one host, over ``tcp`` from others."""
+"""The parameter server: published weights to pull, in ``shared_memory`` on one host, over ``tcp`` from others."""

@@ -48,6 +48,7 @@ from staleflow.tasks import ResumableTaskSource, TaskSource, hand_out_again
 from staleflow.trainer.base import Trainer
 from staleflow.types import StepMetrics, TaskData, TrainBatch, Trajectory
 from staleflow.view import show
+from staleflow.watchdog import Watchdog
 
 SAVE_TIMEOUT_S = 120.0
 EVALUATION_SHARE = 4
@@ -189,6 +190,8 @@ class Pipeline(Generic[TaskData]):
             members=self._members,
             spawn=self._spawn,
         )
+        limit_s = self.config.stall_warning_s
+        self._watchdog = Watchdog(self._rollouts, limit_s=limit_s, folder=folder, recorder=self._recorder)
 
     def statistics(self) -> PipelineStatistics:
         """The state of the run now. Raises :class:`ConfigError` before ``run`` has begun."""
@@ -213,6 +216,7 @@ class Pipeline(Generic[TaskData]):
 
     async def _live(self) -> Report:
         self._spawn(self._recorder.lag.run(), "loop lag")
+        self._spawn(self._watchdog.run(), "watchdog")
         if self._progress:
             self._spawn(show(self.statistics), "view")
         async with asyncio.TaskGroup() as starting:
@@ -224,7 +228,6 @@ class Pipeline(Generic[TaskData]):
         self._trainer_ready = True
         self._spawn(self._rollouts.coordinate(), "coordination")
         self._spawn(self._rollouts.feed(), "tasks")
-        self._spawn(self._rollouts.watch_progress(), "progress")
 
         if self._resumed is None:
             self._enter("evaluating before the first step")

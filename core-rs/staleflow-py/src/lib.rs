@@ -7,10 +7,13 @@ mod ids;
 mod interpreter;
 mod ledger;
 mod queue;
+mod stacks;
+mod stall;
+mod watchdog;
 
 use pyo3::prelude::*;
 
-/// The staleness ledger and the trajectory queue, implemented in Rust.
+/// The staleness ledger, the trajectory queue and the watch over the event loop, implemented in Rust.
 #[pymodule]
 mod _core {
     use pyo3::prelude::*;
@@ -19,6 +22,10 @@ mod _core {
     use crate::ledger::{Lease, LedgerReplay, LedgerStatistics, Refusal, StalenessLedger};
     #[pymodule_export]
     use crate::queue::{DeadlineQueue, QueueStatistics};
+    #[pymodule_export]
+    use crate::stall::StallAlarm;
+    #[pymodule_export]
+    use crate::watchdog::LoopWatch;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -95,8 +95,9 @@ class Rollouts(Generic[TaskData]):
         blockers = [blocker.reason for blocker in self._members.blockers()]
         more = f" and {len(blockers) - LISTED} more groups" if len(blockers) > LISTED else ""
         blocking = "; ".join(blockers[:LISTED]) + more or "groups not yet admitted"
+        training = f"batch {ledger.published} is being trained; " if ledger.leased else ""
         return (
-            f"batch {ledger.next_batch} waits for {blocking}; {self._fleet.load.running} requests run and "
+            f"{training}batch {ledger.next_batch} waits for {blocking}; {self._fleet.load.running} requests run and "
             f"{len(self._store.waiting)} wait for an engine; "
             f"{f'the task source {source}' if self._next_task is None else 'a task is at hand'}; "
             f"groups filtered so far: {dict(ledger.filtered) or 'none'}; "

@@ -38,8 +38,12 @@ impl Stacks {
         Ok(Self { signal, file: Mutex::new(file) })
     }
 
-    /// The stacks at this moment. While another thread runs Python code they may be wrong.
-    pub(crate) fn now(&self) -> io::Result<String> {
+    /// The stacks at this moment, or why there are none. While another thread runs Python code they may be wrong.
+    pub(crate) fn text(&self) -> String {
+        self.read().unwrap_or_else(|error| format!("There are none: {error}\n"))
+    }
+
+    fn read(&self) -> io::Result<String> {
         let mut file = self.file.lock().map_err(|_| io::Error::other("a thread panicked over the stacks"))?;
         file.set_len(0)?;
         file.rewind()?;
@@ -47,6 +51,11 @@ impl Stacks {
         file.rewind()?;
         let mut text = Vec::new();
         file.read_to_end(&mut text)?;
+        if text.is_empty() {
+            return Err(io::Error::other(
+                "the signal came to nothing; the program may have taken or blocked it",
+            ));
+        }
         Ok(String::from_utf8_lossy(&text).into_owned())
     }
 }

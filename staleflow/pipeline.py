@@ -50,6 +50,7 @@ from staleflow.trainer.base import Trainer
 from staleflow.training import SAVE_TIMEOUT_S, Training
 from staleflow.types import TaskData
 from staleflow.view import show
+from staleflow.watchdog import Watchdog
 from staleflow.weight_sync import WeightSync
 
 logger = logging.getLogger("staleflow")
@@ -244,6 +245,8 @@ class Pipeline(Generic[TaskData]):
             held_out=self._held_out,
             checkpointing=self._checkpointing,
         )
+        limit_s = self.config.stall_warning_s
+        self._watchdog = Watchdog(self._rollouts, limit_s=limit_s, folder=folder, recorder=self._recorder)
 
     def statistics(self) -> PipelineStatistics:
         """The state of the run now. Raises :class:`ConfigError` before ``run`` has begun."""
@@ -270,6 +273,7 @@ class Pipeline(Generic[TaskData]):
 
     async def _live(self) -> Report:
         self._spawn(self._recorder.lag.run(), "loop lag")
+        self._spawn(self._watchdog.run(), "watchdog")
         if self._progress:
             self._spawn(show(self.statistics), "view")
         async with asyncio.TaskGroup() as starting:
@@ -285,7 +289,6 @@ class Pipeline(Generic[TaskData]):
         self._spawn(self._supervision.watch(), "supervision")
         self._spawn(self._rollouts.coordinate(), "coordination")
         self._spawn(self._rollouts.feed(), "tasks")
-        self._spawn(self._rollouts.watch_progress(), "progress")
 
         if self._resumed is None:
             self._enter("evaluating before the first step")

@@ -7,14 +7,13 @@ an engine. What becomes of an admitted group is the business of :mod:`staleflow.
 """
 
 import asyncio
-import logging
 from typing import Generic, assert_never
 
 from staleflow import clock
 from staleflow._core import Refusal, StalenessLedger
 from staleflow.config import Config
 from staleflow.coordinator import Admit, Command, Coordinator, Migrate, Route, Snapshot, Sync
-from staleflow.events import Admitted, Routed, SourceEnded, Stalled, SyncBegan, Synced, TaskFetched
+from staleflow.events import Admitted, Routed, SourceEnded, SyncBegan, Synced, TaskFetched
 from staleflow.fleet import Fleet
 from staleflow.members import Members, Spawn
 from staleflow.recorder import Recorder
@@ -23,11 +22,8 @@ from staleflow.tasks import TaskSource
 from staleflow.types import SyncMode, Task, TaskData
 from staleflow.weight_sync import WeightSync
 
-STALL_WARNING_S = 120.0
 LISTED = 4
-"""How many groups a warning spells out."""
-
-logger = logging.getLogger("staleflow")
+"""How many groups a sentence spells out."""
 
 
 class Rollouts(Generic[TaskData]):
@@ -82,30 +78,32 @@ class Rollouts(Generic[TaskData]):
         for group in self._store.groups:
             self._members.abort(group, reason)
 
-    async def watch_progress(self) -> None:
-        """Say what everything waits for when no step has come for a while; the run itself goes on."""
-        while True:
-            published = self._ledger.published
-            await asyncio.sleep(STALL_WARNING_S)
-            if self._ledger.published == published and self.admitting:
-                self._recorder.event(Stalled(self._recorder.t()))
-                self._recorder.flush()
-                ledger = self._ledger.statistics()
-                source = "has no more" if self._exhausted else "is awaited"
-                blockers = [blocker.reason for blocker in self._members.blockers()]
-                more = f" and {len(blockers) - LISTED} more groups" if len(blockers) > LISTED else ""
-                logger.warning(
-                    "no step for %.0f s: batch %d waits for %s; %d requests run and %d wait for an engine; %s; "
-                    "groups filtered so far: %s; attempts failed so far: %d",
-                    STALL_WARNING_S,
-                    ledger.next_batch,
-                    "; ".join(blockers[:LISTED]) + more or "groups not yet admitted",
-                    self._fleet.load.running,
-                    len(self._store.waiting),
-                    f"the task source {source}" if self._next_task is None else "a task is at hand",
-                    dict(ledger.filtered) or "none",
-                    self._members.failures.total,
-                )
+    def progress(self) -> tuple[int, ...] | None:
+        """Greater whenever a batch was published or taken, or a trajectory finished; None while nothing is admitted.
+
+        What is thrown away counts only until then: a filter that takes out every group lets nothing complete.
+        """
+        if not self.admitting:
+            return None
+        return self._ledger.published, self._ledger.next_batch, self._store.finished_members
+
+    def waits_for(self) -> str:
+        """What everything waits for, as a sentence."""
+        if not self.admitting:
+            return "nothing is admitted: the run starts, evaluates or ends"
+        ledger = self._ledger.statistics()
+        source = "has no more" if self._exhausted else "is awaited"
+        blockers = [blocker.reason for blocker in self._members.blockers()]
+        more = f" and {len(blockers) - LISTED} more groups" if len(blockers) > LISTED else ""
+        blocking = "; ".join(blockers[:LISTED]) + more or "groups not yet admitted"
+        training = f"batch {ledger.published} is being trained; " if ledger.leased else ""
+        return (
+            f"{training}batch {ledger.next_batch} waits for {blocking}; {self._fleet.load.running} requests run and "
+            f"{len(self._store.waiting)} wait for an engine; "
+            f"{f'the task source {source}' if self._next_task is None else 'a task is at hand'}; "
+            f"groups filtered so far: {dict(ledger.filtered) or 'none'}; "
+            f"attempts failed so far: {self._members.failures.total}"
+        )
 
     async def coordinate(self) -> None:
         """Decide and act whenever something has changed."""

@@ -1,9 +1,9 @@
 """The run folder: everything a run leaves behind.
 
 ``config.json``, ``events.jsonl``, ``metrics.jsonl``, ``ledger.journal`` (every change of the ledger, for
-``StalenessLedger.replay``), ``logs/`` of the children, ``checkpoint/``, ``checkpoints/``, and what the caller adds. A
-folder belongs to one run, which one process at a time goes on with. Every failure to write is a
-:class:`RunFolderError` that names file and reason.
+``StalenessLedger.replay``), ``logs/`` of the children, ``stalls/`` (the watchdog's reports), ``checkpoint/``,
+``checkpoints/``, and what the caller adds. A folder belongs to one run, which one process at a time goes on with. Every
+failure to write is a :class:`RunFolderError` that names file and reason.
 """
 
 import fcntl
@@ -55,6 +55,11 @@ class RunFolder:
         return self.path / "logs"
 
     @property
+    def stalls(self) -> Path:
+        """Folder of the watchdog's reports; exists once there is one."""
+        return self.path / "stalls"
+
+    @property
     def checkpoint(self) -> Path:
         """Folder of the newest checkpoint; exists once one has been saved."""
         return self.path / "checkpoint"
@@ -75,6 +80,14 @@ class RunFolder:
         path = self.path / name
         with self._writing(path):
             path.write_bytes(msgspec.json.format(self._encoder.encode(content), indent=2) + b"\n")
+
+    def stall(self, name: str, report: str) -> None:
+        """Append to the report of a stall."""
+        path = self.stalls / name
+        with self._writing(path):
+            self.stalls.mkdir(exist_ok=True)
+            with path.open("a") as file:
+                file.write(report)
 
     def event(self, event: Event) -> None:
         """Append to the event log."""

@@ -83,6 +83,11 @@ class TrajectoryStore(Generic[TaskData]):
         """All live groups, oldest first."""
         return tuple(self._groups.values())
 
+    @property
+    def finished_members(self) -> int:
+        """Members of live groups that have finished."""
+        return sum(len(group.finished) - group.finished.count(None) for group in self._groups.values())
+
     def __len__(self) -> int:
         return len(self._groups)
 

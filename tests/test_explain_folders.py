@@ -26,9 +26,11 @@ from staleflow import LLM, Config
 from staleflow.cli import main
 from staleflow.errors import EngineError, RunFolderError, TrainerError
 from staleflow.explain import Cause, Explanation, command, explain, read_run
-from staleflow.rollouts import STALL_WARNING_S
 from staleflow.testing import ScriptedEngine, ScriptedTrainer
 from staleflow.types import TrainBatch
+from staleflow.watchdog import BEAT_S
+
+TOLD_OF_S = RANDOM.stall_warning_s + BEAT_S
 
 # -- runs that did not end well ----------------------------------------------------------------------------------
 
@@ -94,7 +96,7 @@ def test_stalled_run_brings_its_folder_up_to_date_when_it_says_so(scripted: Scri
 
     async def stalls(task: int, llm: LLM) -> float:
         await llm.generate([1], max_new_tokens=1)
-        await asyncio.sleep(STALL_WARNING_S + 1)
+        await asyncio.sleep(TOLD_OF_S)
         seen.append(explain(read_run(run.run_dir)))
         return 1.0
 
@@ -102,9 +104,9 @@ def test_stalled_run_brings_its_folder_up_to_date_when_it_says_so(scripted: Scri
     run = scripted(config, rollout=stalls, engines=[TimedEngine()])
     run.run()
     [wait] = seen[0].waits
-    assert wait.seconds == near({Cause.GENERATION: 1.0, Cause.ROLLOUT_FUNCTION: STALL_WARNING_S - 1.0})
+    assert wait.seconds == near({Cause.GENERATION: 1.0, Cause.ROLLOUT_FUNCTION: TOLD_OF_S - 1.0})
     assert str(wait) == (
-        f"batch 0 has waited {STALL_WARNING_S:.2f} s for group 1: member 0 in the rollout function since 1.0 s"
+        f"batch 0 has waited {TOLD_OF_S:.2f} s for group 1: member 0 in the rollout function since 1.0 s"
     )
 
 

@@ -8,3 +8,4 @@ pub mod error;
 pub mod ids;
 pub mod ledger;
 pub mod queue;
+pub mod stall;

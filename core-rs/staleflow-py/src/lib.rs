@@ -9,10 +9,13 @@ mod interpreter;
 mod ledger;
 mod queue;
 mod reply;
+mod stacks;
+mod stall;
+mod watchdog;
 
 use pyo3::prelude::*;
 
-/// The staleness ledger and the trajectory queue, implemented in Rust.
+/// The staleness ledger, the trajectory queue and the watch over the event loop, implemented in Rust.
 #[pymodule]
 mod _core {
     use pyo3::prelude::*;
@@ -23,6 +26,10 @@ mod _core {
     use crate::queue::{DeadlineQueue, QueueStatistics};
     #[pymodule_export]
     use crate::reply::{EngineReply, decode_reply, first_malformed_token};
+    #[pymodule_export]
+    use crate::stall::StallAlarm;
+    #[pymodule_export]
+    use crate::watchdog::LoopWatch;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

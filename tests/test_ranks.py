@@ -14,8 +14,13 @@ pytest.importorskip("torch")
 import torch
 from models import ALPHABET, batch, load, make_learner, pair
 from rank_cases import RANKS, Result, cases, computed, learner, name_and_way, weights
+from torch.distributed.tensor import DTensor
 
+from staleflow import LocalTrainer
+from staleflow.errors import ConfigError, TrainerError
 from staleflow.testing import character_llama
+from staleflow.trainer import sharding
+from staleflow.trainer.world import World
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(600)]
 
@@ -199,3 +204,48 @@ def test_divergence_from_the_reference_pulls_where_there_is_no_advantage(model: 
     wanted = torch.autograd.grad(0.3 * mean, list(policy.parameters()))
     for parameter, gradient in zip(one._model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_model_that_cannot_tell_packed_sequences_apart_is_refused(tmp_path: Path) -> None:
+    """Its state goes on from one sequence to the next, whatever the position ids say."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=14, hidden_size=32, num_hidden_layers=2, state_size=8, initializer_range=1.0)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    make_learner(tmp_path)
+    with pytest.raises(TrainerError, match="packing=True, but the model does not keep packed sequences apart"):
+        make_learner(tmp_path, packing=True)
+
+
+def test_reference_of_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
+    other = character_llama(tmp_path, "ab", hidden_size=32)
+    with pytest.raises(TrainerError, match=r"another vocabulary than .*: 4 and 14 tokens"):
+        make_learner(model, reference=other, kl_weight=0.1)
+
+
+def test_where_torch_cannot_shard_every_rank_keeps_all_and_the_user_is_told(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharding, "why_not_sharded", lambda world: "RuntimeError: no such collective")
+    one = learner(model, {}, World(0, RANKS))
+    assert one.note == "FSDP2 does not run here, so every rank keeps all of the model: RuntimeError: no such collective"
+    assert not any(isinstance(value, DTensor) for value in one._model.parameters())
+    assert learner(model, {"sharded": False}, World(0, RANKS)).note is None, "that was asked for"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": 0}, "ranks is 0; it must be above 0"),
+        ({"kl_weight": 0.1}, r"kl_weight is 0.1 with reference None; give both, or none"),
+        ({"kl_weight": -0.1, "reference": "model"}, "kl_weight is -0.1; it must not be negative"),
+        ({"reference": "model"}, "kl_weight is 0.0 with reference .*; give both, or none"),
+        ({"reference": "/nowhere", "kl_weight": 0.1}, "reference '/nowhere': no such Hugging Face folder"),
+        ({"dtype": "float16"}, "dtype is 'float16'; it must be one of float32, bfloat16"),
+    ],
+)
+def test_setting_that_cannot_be_is_refused(model: Path, settings: dict[str, Any], message: str) -> None:
+    chosen: dict[str, Any] = {name: model if value == "model" else value for name, value in settings.items()}
+    with pytest.raises(ConfigError, match=message):
+        LocalTrainer(model, **chosen)

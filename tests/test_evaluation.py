@@ -10,11 +10,11 @@ from support import Scripted, ScriptedRun, one_turn, virtually
 
 from staleflow import LLM, Config
 from staleflow.coordinator import Command, LeastLoad, Snapshot, Sync
-from staleflow.errors import TooManyFailuresError
+from staleflow.errors import EngineGoneError, TooManyFailuresError
 from staleflow.events import Consumed, Evaluated, EvaluationBegan, Published, Synced
 from staleflow.statistics import EvaluationProgress
 from staleflow.testing import ScriptedEngine, ScriptedTrainer
-from staleflow.types import GenerateRequest, Generation
+from staleflow.types import GenerateRequest, Generation, SyncMode
 
 DEADLINE_S = 60.0
 
@@ -286,3 +286,49 @@ def test_statistics_follow_an_evaluation(scripted: Scripted) -> None:
     assert {each.version for each in seen} == {event.step for event in run.events_of(Evaluated)}
     assert {each.tasks for each in seen} == {20}
     assert len({each.played for each in seen}) > 1
+
+
+# -- engines that die ------------------------------------------------------------------------------------------------
+
+
+class DiesOnce(ScriptedEngine):
+    """Dies at its first answer to a held-out task after training has begun, and comes back."""
+
+    died = False
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        generation = await super().generate(request)
+        if request.request_id.startswith("0.") and self.version > 0 and not self.died:
+            self.died = True
+            raise EngineGoneError("the server is gone")
+        return generation
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_engine_that_dies_while_it_is_held_comes_back_to_the_version(scripted: Scripted, others: int) -> None:
+    config = Config(steps=60, batch_size=2, group_size=2, max_staleness=1, evaluate_every_steps=5, engine_restarts=3)
+    engines = [DiesOnce() for _ in range(1 + others)]
+    run = scripted(config, rollout=turns, held_out=range(-8, 0), engines=engines)
+    report = run.run()
+    assert report.fleet.deaths > 0
+    assert len(check_pinned(run)) > 2
+    assert (report.steps, report.held_out_failures) == (60, 0)
+
+
+def test_engine_that_dies_in_the_last_evaluation_comes_back_to_it(scripted: Scripted) -> None:
+    config = Config(steps=3, batch_size=1, group_size=2, engine_restarts=3)
+    run = scripted(config, rollout=turns, held_out=range(-4, 0), engines=[DiesOnce()])
+    report = run.run()
+    assert report.fleet.deaths == 1
+    assert [(event.step, event.versions) for event in check_pinned(run)] == [(0, (0, 0)), (3, (3, 3))]
+    assert report.held_out_failures == 0
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute", "drain", "abort"])
+def test_every_mode_of_a_sync_leaves_an_evaluation_alone(scripted: Scripted, mode: SyncMode) -> None:
+    config = Config(steps=20, batch_size=2, group_size=2, max_staleness=2, evaluate_every_steps=5)
+    engines = [ScriptedEngine(update_s=0.3, capacity=8) for _ in range(2)]
+    run = scripted(config, rollout=turns, held_out=range(-6, 0), engines=engines, coordinator=LeastLoad(sync_mode=mode))
+    report = run.run()
+    assert len(check_pinned(run)) > 2
+    assert report.held_out_failures == 0

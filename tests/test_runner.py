@@ -5,6 +5,7 @@ Run as a script, this file is that process: ``python -m test_runner SCENARIO FOL
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,23 +40,18 @@ def say(what: str) -> None:
 
 class Trainer(ScriptedTrainer):
     """Says what it does; ``save`` leaves a folder, after ``save_s``. Saving its state hangs after step ``hangs_at``,
-    when one of two files is written."""
+    for ``hang_s``, when one of two files is written."""
 
-    def __init__(self, save_s: float = 0.0, hangs_at: int | None = None) -> None:
+    def __init__(self, save_s: float = 0.0, hangs_at: int | None = None, hang_s: float = HANG_S) -> None:
         super().__init__(step_s=0.02, publish_s=0.01)
         self._save_s = save_s
         self._hangs_at = hangs_at
+        self._hang_s = hang_s
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
         if batch.step == 1:
             say("trained")
         return await super().step(batch)
-
-    async def save(self, folder: Path) -> None:
-        say("saving")
-        await asyncio.sleep(self._save_s)
-        folder.mkdir(exist_ok=True)  # noqa: ASYNC240 - nothing else runs any more
-        print("saved, and not flushed")
 
     async def save_state(self, folder: Path) -> None:
         say("saving its state")
@@ -63,8 +59,15 @@ class Trainer(ScriptedTrainer):
             folder.mkdir()  # noqa: ASYNC240 - a stand-in for what a child does
             (folder / "first").write_text(str(self.steps))
             say("half saved")
-            await asyncio.sleep(HANG_S)
+            await asyncio.sleep(self._hang_s)
+            shutil.rmtree(folder)
         await super().save_state(folder)
+
+    async def save(self, folder: Path) -> None:
+        say("saving")
+        await asyncio.sleep(self._save_s)
+        folder.mkdir(exist_ok=True)  # noqa: ASYNC240 - nothing else runs any more
+        print("saved, and not flushed")
 
 
 async def never_answers(task: int, llm: LLM) -> float:
@@ -110,6 +113,7 @@ def run(
     save_s: float = 0.0,
     every: int | None = None,
     hangs_at: int | None = None,
+    hang_s: float = HANG_S,
     resume: bool = False,
 ) -> None:
     config = Config(
@@ -120,7 +124,7 @@ def run(
             tasks=ListTasks(range(1000), seed=None),
             rollout=rollout,
             engines=[ScriptedEngine()],
-            trainer=Trainer(save_s, hangs_at),
+            trainer=Trainer(save_s, hangs_at, hang_s),
             config=config if rollout is not never_answers else Config(steps=1),
             parameter_server=SharedMemoryParameterServer(folder),
             run_dir=folder / "run",
@@ -155,12 +159,14 @@ def main(scenario: str, folder: Path) -> None:
             run(folder, never_answers)
         case "with checkpoints":
             run(folder, every=1)
+        case "hangs while saving":
+            run(folder, every=2, hangs_at=4)
+        case "slow state":
+            run(folder, every=2, hangs_at=4, hang_s=0.5)
         case "with a checkpoint at the end":
             run(folder, every=10**6)
         case "slow checkpoint":
             run(folder, save_s=100.0, every=10**6)
-        case "hangs while saving":
-            run(folder, every=2, hangs_at=4)
         case "resumed":
             run(folder, steps=(newest_step(folder / "run") or 0) + 3, resume=True)
         case "slow save":
@@ -352,22 +358,33 @@ def test_second_interrupt_does_not_wait_for_the_checkpoint_to_resume_from(tmp_pa
     assert newest_step(tmp_path / "run") is None
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_signal_between_two_files_of_a_checkpoint_leaves_the_older_one(
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_between_two_files_of_a_checkpoint_lets_it_become_whole(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
+    with started("slow state", tmp_path) as process:
+        process.wait_for("half saved")
+        process.send(number)
+        assert process.end()[0] == code
+    check_goes_on(tmp_path, after=4)
+
+
+def test_killed_between_two_files_of_a_checkpoint_leaves_the_older_one(tmp_path: Path) -> None:
     with started("hangs while saving", tmp_path) as process:
         process.wait_for("half saved")
         assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["2", "4.partial"]
-        process.send(number)
-        assert process.end()[0] == code
-    if number is not signal.SIGKILL:
-        assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
-    assert open_checkpoint(tmp_path / "run").cut.step == 2
-    with started("resumed", tmp_path) as process:
+        process.send(signal.SIGKILL)
+        assert process.end()[0] == -signal.SIGKILL
+    check_goes_on(tmp_path, after=2)
+
+
+def check_goes_on(folder: Path, *, after: int) -> None:
+    assert open_checkpoint(folder / "run").cut.step == after
+    with started("resumed", folder) as process:
         code, out, err = process.end()
     assert (code, err) == (0, "")
-    assert out.splitlines()[-1] == "returned: all_steps_done after 5 steps, failed {}"
+    assert out.splitlines()[-1] == f"returned: all_steps_done after {after + 3} steps, failed {{}}"
+    assert list((folder / "run").glob("checkpoints/*.partial")) == []
 
 
 if __name__ == "__main__":

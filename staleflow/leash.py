@@ -26,7 +26,7 @@ from staleflow.errors import ChildError
 from staleflow.process import Child, frame, yield_processor
 
 TERMINATE_GRACE_S = 3.0
-KILL_PAUSE_S = 0.01
+PAUSE_S = 0.01
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -105,10 +105,7 @@ def main() -> None:
         controller.sendall(frame(Started(program.pid)))
     ended = os.pidfd_open(program.pid)
     _wait_for_either(controller, ended)
-    program.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        program.wait(TERMINATE_GRACE_S)
-    _end_descendants(program)
+    _end_all(program)
     if program.returncode < 0:
         # As the program was ended, so that the controller can tell by which signal. Of SIGKILL nobody can be in charge.
         with suppress(OSError):
@@ -132,13 +129,23 @@ def _wait_for_either(*descriptors: int | socket.socket) -> None:
         selector.select()
 
 
-def _end_descendants(program: "subprocess.Popen[bytes]") -> None:
-    """Kill until there is none left; the children of what was killed become this process's own."""
+def _end_all(program: "subprocess.Popen[bytes]") -> None:
+    """End the program and what it has started: ask each, and kill what is left when the grace is over.
+
+    The children of what has ended become this process's own, and it is their turn. Only what ends in its own way
+    removes its shared memory.
+    """
+    kill_at_s = time.monotonic() + TERMINATE_GRACE_S
+    asked: set[int] = set()
     while children := _children():
         for pid in children:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(KILL_PAUSE_S)
+                if time.monotonic() >= kill_at_s:
+                    os.kill(pid, signal.SIGKILL)
+                elif pid not in asked:
+                    asked.add(pid)
+                    os.kill(pid, signal.SIGTERM)
+        time.sleep(PAUSE_S)
         program.poll()
         for pid in children:
             if pid != program.pid:

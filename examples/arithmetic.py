@@ -11,6 +11,7 @@ costs the same from start to end.
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import staleflow
+from staleflow.engines.base import Engine
 from staleflow.trainer.loss_settings import BY_NAME
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ def main() -> int:
     pipeline = staleflow.Pipeline(
         tasks=staleflow.ListTasks(train, seed=options.seed),
         rollout=rollout,
-        engines=[staleflow.EmbeddedEngine(model, seed=options.seed)],
+        engines=_engines(options, model),
         trainer=staleflow.LocalTrainer(
             model,
             loss=options.loss,
@@ -139,6 +141,12 @@ def judge(report: staleflow.Report, max_staleness: int, wall_s: float) -> Verdic
     )
 
 
+def _engines(options: argparse.Namespace, model: Path) -> Sequence[Engine]:
+    if options.engine == "embedded":
+        return [staleflow.EmbeddedEngine(model, seed=options.seed)]
+    return staleflow.launch_vllm(model, 2, seed=options.seed)
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a small model on two-digit addition by asynchronous GRPO.",
@@ -147,6 +155,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-staleness", type=int, default=2, help="hard bound in versions; 0 is synchronous")
     parser.add_argument("--steps", type=int, default=900, help="train steps")
     parser.add_argument("--seed", type=int, default=1, help="of the model, the split, the order of tasks, the sampler")
+    parser.add_argument(
+        "--engine",
+        choices=["embedded", "vllm"],
+        default="embedded",
+        help="what generates: a child, or two vLLM servers",
+    )
     parser.add_argument("--loss", choices=sorted(BY_NAME), default="decoupled_ppo")
     parser.add_argument("--learning-rate", type=float, default=7e-4, help="at the first step; falls to a tenth")
     parser.add_argument("--trainer-ranks", type=int, default=1, help="processes that train together")

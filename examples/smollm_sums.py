@@ -118,8 +118,7 @@ def rewards_of(run_dir: Path) -> list[float]:
 def _engines(options: argparse.Namespace, model: Path) -> Sequence[Engine]:
     if options.engine == "embedded":
         return [staleflow.EmbeddedEngine(model, capacity=64, cache_tokens=4096, seed=options.seed)]
-    engines: Sequence[Engine] = staleflow.launch_vllm(model, servers=options.servers)  # type: ignore[attr-defined]
-    return engines
+    return staleflow.launch_vllm(model, options.servers, seed=options.seed)
 
 
 def _options() -> argparse.Namespace:

@@ -8,7 +8,9 @@ from staleflow.blockers import Blocker
 from staleflow.config import Config, StragglerPolicy
 from staleflow.engines.embedded import EmbeddedEngine
 from staleflow.engines.vllm import VllmEngine
+from staleflow.engines.vllm_server import VllmServer, launch_vllm
 from staleflow.members import uniform_rewards
+from staleflow.parameter_server.tcp import TcpParameterServer
 from staleflow.pipeline import Pipeline
 from staleflow.queue import TrajectoryQueue
 from staleflow.rollout import LLM, Completion
@@ -43,9 +45,12 @@ __all__ = [
     "StragglerPolicy",
     "Task",
     "TaskSource",
+    "TcpParameterServer",
     "Trajectory",
     "TrajectoryQueue",
     "VllmEngine",
+    "VllmServer",
+    "launch_vllm",
     "read_jsonl",
     "run",
     "uniform_rewards",

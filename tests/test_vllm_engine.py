@@ -364,6 +364,8 @@ def test_a_stopped_engine_serves_nothing_and_can_be_started_again(world: World) 
 class OwnServer:
     """Starts a stub; dies when told to."""
 
+    settings = "a stub"
+
     def __init__(self, stub: StubVllm, url: str) -> None:
         self.stub = stub
         self.url = url

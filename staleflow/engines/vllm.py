@@ -34,6 +34,10 @@ COLDEST = 0.01
 class Server(Protocol):
     """A vLLM server that the engine starts and stops itself."""
 
+    @property
+    def settings(self) -> object:
+        """What it was made with, as something msgspec can encode: it goes into the run folder."""
+
     async def start(self, name: str, log_folder: Path) -> str:
         """Start it, again if it has died; returns its base URL once it is healthy. Raises :class:`EngineError`."""
 
@@ -45,9 +49,9 @@ class Server(Protocol):
 
 
 class VllmSettings(msgspec.Struct, frozen=True):
-    """What a :class:`VllmEngine` was made with."""
+    """What a :class:`VllmEngine` was made with; ``server`` is its URL or what it is started with."""
 
-    server: str
+    server: object
     model: str
     capacity: int
     temperature: float
@@ -118,7 +122,7 @@ class VllmEngine:
         self.model = Path(model)
         self.tokenizer: Tokenizer | None = load_tokenizer(self.model)
         self.settings = VllmSettings(
-            server=server if isinstance(server, str) else type(server).__name__,
+            server=server if isinstance(server, str) else server.settings,
             model=str(model),
             capacity=capacity,
             temperature=temperature,

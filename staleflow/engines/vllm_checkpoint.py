@@ -1,7 +1,7 @@
 """Weights files as they are published, beside the checkpoint that a vLLM server was started from."""
 
 import json
-import os
+import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,13 +31,11 @@ def tensors_in(file: memoryview) -> dict[str, torch.Tensor]:
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
             raise WeightsError(f"{name} is of type {entry['dtype']}; {', '.join(DTYPES)} can be loaded")
-        tensors[name] = torch.frombuffer(data[start:end], dtype=dtype).reshape(entry["shape"])
+        with warnings.catch_warnings():
+            # A published file cannot be written, and nobody does.
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            tensors[name] = torch.frombuffer(data[start:end], dtype=dtype).reshape(entry["shape"])
     return tensors
-
-
-def touch(tensor: torch.Tensor) -> None:
-    """Have the pages of a mapped tensor at hand before the pause instead of in it."""
-    tensor.flatten().view(torch.uint8)[:: os.sysconf("SC_PAGESIZE")].sum()
 
 
 def checkpoint_files(model: str, revision: str | None) -> list[Path]:

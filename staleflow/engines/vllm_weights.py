@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -24,10 +23,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from staleflow.engines.vllm_checkpoint import Shapes, check_shapes, checkpoint_files, shapes_in, tensors_in, touch
+from staleflow.engines.vllm_checkpoint import Shapes, check_shapes, checkpoint_files, shapes_in, tensors_in
 from staleflow.engines.vllm_plugin import SECRET_VARIABLE
 from staleflow.errors import WeightsError
 from staleflow.transfer.client import Memory, pull
+from staleflow.transfer.mapping import published_file
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -161,8 +161,6 @@ class _Pull:
             check_shapes(
                 {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._expected, self._optional
             )
-            for tensor in tensors.values():
-                touch(tensor)
         except Exception as error:  # noqa: BLE001 - it is told to whoever asks
             self.progress.error = str(error)
             self.progress.state = "failed"
@@ -175,7 +173,8 @@ class _Pull:
         if not paths:
             raise WeightsError(f"there are no weights in {folder}")
         self._report(*[sum(path.stat().st_size for path in paths)] * 2)
-        return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+        files = [published_file(path) for path in paths]
+        return {name: tensor for file in files for name, tensor in tensors_in(file).items()}
 
     def _pulled(self) -> dict[str, torch.Tensor]:
         assert self.source.address is not None
@@ -183,8 +182,8 @@ class _Pull:
         if not secret:
             raise WeightsError(f"${SECRET_VARIABLE} is not set where the vLLM server was started")
         pull(self.source.address, self.source.version, self._memory, secret=secret, progress=self._report)
-        files = [view for name, view in self._memory.files.items() if name.endswith(".safetensors")]
-        return {name: tensor for view in files for name, tensor in tensors_in(view).items()}
+        files = [file for name, file in self._memory.files.items() if name.endswith(".safetensors")]
+        return {name: tensor for file in files for name, tensor in tensors_in(file).items()}
 
     def _report(self, pulled_bytes: int, total_bytes: int) -> None:
         self.progress.pulled_bytes, self.progress.total_bytes = pulled_bytes, total_bytes

@@ -1,7 +1,7 @@
 """Published versions for engines on other hosts: the versions in shared memory, served in chunks over TCP.
 
-The controller's event loop is not involved: each connection has a thread of its own, which sends straight from the
-files. No lock is held while anything is sent, so a slow or dead puller delays neither a publish nor another puller.
+The controller's event loop is not involved: each connection has a thread of its own, which sends straight from
+the files. No lock is held while anything is sent, so a slow or dead puller delays neither a publish nor another puller.
 
 Invariant: a version stays pullable while a *lease* on it lasts. All connections of one pull share a lease. It is
 renewed with every chunk that has gone out, outlives a broken connection, and ends when the puller says so or when no
@@ -9,7 +9,6 @@ chunk has gone out for ``lease_s``; connections that still use it are then close
 """
 
 import hmac
-import mmap
 import secrets
 import socket
 import threading
@@ -17,14 +16,13 @@ import time
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
 from staleflow.errors import ConfigError
 from staleflow.parameter_server.base import ParameterServer
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
-from staleflow.transfer import wire
+from staleflow.transfer import mapping, wire
 
 CONNECTIONS_MAX = 256
 
@@ -211,18 +209,18 @@ class _Contents:
         self.identity = f"{status.st_dev}-{status.st_ino}-{status.st_mtime_ns}"
         self.files = tuple(wire.File(path.name, path.stat().st_size) for path in paths)
         self.chunks = wire.chunks_of(self.files, chunk_bytes)
-        self._paths = paths
+        self._data = [mapping.published_file(path) for path in paths]
         self._checksums: list[int | None] = [None] * len(self.chunks)
 
     def send(self, connection: socket.socket, number: int) -> None:
         """Send one chunk and its checksum."""
         chunk = self.chunks[number]
-        with self._paths[chunk.file].open("rb") as file:
-            checksum = self._checksums[number]
-            if checksum is None:
-                checksum = self._checksums[number] = _checksum(file, chunk)
-            connection.sendall(wire.CHECKSUM.pack(checksum))
-            connection.sendfile(file, chunk.offset_bytes, chunk.size_bytes)
+        data = self._data[chunk.file][chunk.offset_bytes : chunk.offset_bytes + chunk.size_bytes]
+        checksum = self._checksums[number]
+        if checksum is None:
+            checksum = self._checksums[number] = wire.checksum(data)
+        connection.sendall(wire.CHECKSUM.pack(checksum))
+        connection.sendall(data)
 
 
 @dataclass
@@ -235,14 +233,6 @@ class _Lease:
     connections: list[socket.socket]
     hold: ExitStack = field(default_factory=ExitStack)
     timer: threading.Timer | None = None
-
-
-def _checksum(file: BinaryIO, chunk: wire.Chunk) -> int:
-    start_bytes = chunk.offset_bytes - chunk.offset_bytes % mmap.ALLOCATIONGRANULARITY
-    skipped_bytes = chunk.offset_bytes - start_bytes
-    mapping = mmap.mmap(file.fileno(), skipped_bytes + chunk.size_bytes, offset=start_bytes, prot=mmap.PROT_READ)
-    with mapping, memoryview(mapping) as view, view[skipped_bytes:] as data:
-        return wire.checksum(data)
 
 
 def _hang_up(connection: socket.socket) -> None:

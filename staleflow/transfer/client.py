@@ -6,8 +6,6 @@ the server refuses is not tried again.
 """
 
 import itertools
-import mmap
-import os
 import secrets
 import shutil
 import socket
@@ -22,7 +20,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from staleflow.errors import WeightsError
-from staleflow.transfer import wire
+from staleflow.transfer import mapping, wire
 
 Result = TypeVar("Result")
 
@@ -44,19 +42,19 @@ class Memory:
 
     def __init__(self) -> None:
         self.files: dict[str, memoryview] = {}
-        self._spare: list[mmap.mmap] = []
+        self._spare: list[memoryview] = []
 
     def create(self, name: str, size_bytes: int) -> memoryview:
         """A file's memory, whatever is in it."""
-        fitting = [mapping for mapping in self._spare if len(mapping) == size_bytes]
+        fitting = [view for view in self._spare if len(view) == size_bytes]
         if fitting:
             self._spare.remove(fitting[0])
-        self.files[name] = memoryview(fitting[0] if fitting else _anonymous(size_bytes))
+        self.files[name] = fitting[0] if fitting else mapping.anonymous(size_bytes)
         return self.files[name]
 
     def clear(self) -> None:
         """Give the files up, so that their memory can be used again; nobody may look at them any more."""
-        self._spare = [view.obj for view in self.files.values() if isinstance(view.obj, mmap.mmap)]
+        self._spare = list(self.files.values())
         self.files = {}
 
 
@@ -114,7 +112,7 @@ def _destination(into: Path | Memory) -> Iterator[Create]:
     partial = into.with_name(f"{into.name}.partial")
     partial.mkdir()
     try:
-        yield lambda name, size_bytes: _mapped_file(partial / name, size_bytes)
+        yield lambda name, size_bytes: mapping.new_file(partial / name, size_bytes)
         partial.rename(into)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -218,7 +216,9 @@ class _Pull:
         remaining_s = self._deadline_s - time.monotonic()
         if remaining_s <= 0:
             raise WeightsError(f"version {self._version} could not be pulled in time")
-        connection = socket.create_connection((self._host, self._port), timeout=min(STALL_S, remaining_s))
+        limit_s = min(STALL_S, remaining_s)
+        connection = socket.create_connection((self._host, self._port), timeout=limit_s)
+        wire.limit_waits(connection, limit_s)
         try:
             return connection, self._ask(connection)
         except BaseException:
@@ -245,17 +245,3 @@ def _checked(file: wire.File) -> str:
     if Path(file.name).name != file.name or file.size_bytes < 0:
         raise WeightsError(f"the server offers a file {file.name!r} of {file.size_bytes} bytes")
     return file.name
-
-
-def _anonymous(size_bytes: int) -> mmap.mmap | bytes:
-    """Memory that nothing else has; a mapping cannot be empty."""
-    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if size_bytes else b""
-
-
-def _mapped_file(path: Path, size_bytes: int) -> memoryview:
-    """A new file's memory. Its space is taken first: where there is none, that is an error and not a signal later."""
-    with path.open("xb+") as file:
-        if size_bytes == 0:
-            return memoryview(b"")
-        os.posix_fallocate(file.fileno(), 0, size_bytes)
-        return memoryview(mmap.mmap(file.fileno(), size_bytes))

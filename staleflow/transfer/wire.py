@@ -134,10 +134,22 @@ def receive_exactly(connection: socket.socket, size_bytes: int) -> bytes:
     return bytes(data)
 
 
+def limit_waits(connection: socket.socket, limit_s: float) -> None:
+    """Let the kernel end any wait on the connection, so that one call can wait for a whole chunk."""
+    limit = struct.pack("@ll", int(limit_s), int(limit_s % 1 * 1_000_000))
+    connection.setblocking(True)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
 def receive_into(connection: socket.socket, target: memoryview) -> None:
-    """Fill ``target``; raises ``ConnectionError`` if the stream ends before."""
+    """Fill ``target``. Raises ``ConnectionError`` if the stream ends before, ``TimeoutError`` if it stalls."""
     while target:
-        received_bytes = connection.recv_into(target)
+        try:
+            # Each call may wait for the interpreter lock, of which a busy process gives little: one call for all.
+            received_bytes = connection.recv_into(target, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise TimeoutError("nothing has arrived for too long") from None
         if received_bytes == 0:
             raise ConnectionError("the connection was closed by the other side")
         target = target[received_bytes:]

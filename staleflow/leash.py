@@ -49,6 +49,7 @@ class Leashed:
     def __init__(self, child: Child[Started], pid: int) -> None:
         self.pid = pid
         self._child = child
+        self._ended = False
 
     @classmethod
     async def start(
@@ -86,7 +87,10 @@ class Leashed:
         self._kill_rest()
 
     def _kill_rest(self) -> None:
-        """Of what is left if the process in between was itself killed."""
+        """Of what is left if the process in between was itself killed. Once: later the number may be another's."""
+        if self._ended:
+            return
+        self._ended = True
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 

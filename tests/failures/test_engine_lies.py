@@ -39,7 +39,7 @@ class Liar(ScriptedEngine):
 def test_H8_malformed_reply_fails_its_trajectory(scripted: Scripted, lie: str) -> None:
     run = scripted(Config(steps=4, batch_size=4, group_size=2), engines=[Liar(LIES[lie])])
     report = run.run()
-    assert report.accounting.failed_attempts["EngineError"] > 3
+    assert report.accounting.failed_attempts["EngineReplyError"] > 3
     assert all(t.sampled_tokens == len(t.versions) == 1 for batch in run.trainer.batches for t in batch.trajectories)
 
 

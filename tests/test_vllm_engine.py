@@ -403,7 +403,7 @@ def test_a_server_of_its_own_is_started_watched_started_again_and_stopped(world:
         assert len((await engine.generate(request())).token_ids) == 10
         await engine.stop()
         await engine.stop()
-        assert (server.lives, engine.settings.server) == (2, "OwnServer")
+        assert (server.lives, engine.settings.server) == (2, "a stub")
         assert server.stopped >= 1
 
     world.play(scene)

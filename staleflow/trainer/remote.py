@@ -15,6 +15,7 @@ import msgspec
 
 from staleflow.errors import ConfigError, TrainerError
 from staleflow.process import Wire, frame
+from staleflow.trainer.faults import NonfinitePolicy
 from staleflow.trainer.handshake import (
     HANDSHAKE_TIMEOUT_S,
     LONGEST_MESSAGE_BYTES,
@@ -56,6 +57,7 @@ class TrainerOptions(TypedDict, total=False):
     activation_checkpointing: bool
     sharded: bool
     threads: int
+    on_nonfinite: NonfinitePolicy
     step_timeout_s: float
 
 

@@ -61,6 +61,7 @@ def test_connecting_tells_the_longest_sequence_and_samples_once(world: World) ->
     async def scene(world: World) -> None:
         await world.engine.start("engine-0", world.folder)
         assert world.engine.max_model_tokens == 512
+        assert world.engine.vocabulary == 32
         assert world.engine.tokenizer is not None
         assert world.engine.tokenizer.to_str() == tokenizer.to_str()
 

@@ -134,6 +134,7 @@ class VllmEngine:
         self._server = server
         self._name = "vLLM engine"
         self._max_model_tokens = 0
+        self._vocabulary: int | None = None
         self._api: VllmApi | None = None
         self._requests: VllmRequests | None = None
         self._updates: WeightUpdates | None = None
@@ -148,6 +149,11 @@ class VllmEngine:
     def max_model_tokens(self) -> int:
         """Longest sequence that the server accepts; known after ``start``."""
         return self._max_model_tokens
+
+    @property
+    def vocabulary(self) -> int | None:
+        """How many token ids the model has; known after ``start``, unless its ``config.json`` does not say."""
+        return self._vocabulary
 
     @property
     def late_answers(self) -> int:
@@ -262,7 +268,7 @@ class VllmEngine:
         )
         await updates.adopt(self._updates)
         self._updates = updates
-        self._max_model_tokens = served.max_tokens
+        self._max_model_tokens, self._vocabulary = served.max_tokens, served.vocabulary
         self._requests = VllmRequests(
             api,
             model=served.name,

@@ -37,10 +37,12 @@ NO_ENDPOINT = {403, 404, 405}
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """The model behind a URL: the name that requests must give, and the longest sequence that it serves."""
+    """The model behind a URL: the name that requests must give, the longest sequence that it serves, and how many token
+    ids it has, if its configuration says."""
 
     name: str
     max_tokens: int
+    vocabulary: int | None
 
 
 async def check_server(api: VllmApi, model: Path, tokenizer: Tokenizer | None) -> ServedModel:
@@ -55,7 +57,7 @@ async def check_server(api: VllmApi, model: Path, tokenizer: Tokenizer | None) -
     models = await api.models()
     if not models:
         raise EngineError(f"{api.name} at {api.url} offers no model")
-    served = ServedModel(models[0].id, models[0].max_model_len)
+    served = ServedModel(models[0].id, models[0].max_model_len, _configuration(model).get("vocab_size"))
     _check_shape(api, Path(models[0].root), model)
     if tokenizer is not None:
         await _check_tokenizer(api, served.name, model, tokenizer)

@@ -100,11 +100,15 @@ def check_generation(
 
 
 def _foreign_token(generation: Generation, vocabulary: int | None) -> str | None:
-    for position, token in enumerate(generation.token_ids):
-        if token < 0 or (vocabulary is not None and token >= vocabulary):
-            known = "" if vocabulary is None else f" of {vocabulary}"
-            return f"token id {token} at position {position} is outside of the vocabulary{known}"
-    return None
+    tokens = generation.token_ids
+    if (smallest := min(tokens, default=0)) < 0:
+        wrong = smallest
+    elif vocabulary is not None and (largest := max(tokens, default=0)) >= vocabulary:
+        wrong = largest
+    else:
+        return None
+    known = "" if vocabulary is None else f" of {vocabulary}"
+    return f"token id {wrong} at position {tokens.index(wrong)} is outside of the vocabulary{known}"
 
 
 def _malformation(request: GenerateRequest, generation: Generation, oldest: int, published: int) -> str | None:

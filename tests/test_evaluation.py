@@ -324,6 +324,20 @@ def test_engine_that_dies_in_the_last_evaluation_comes_back_to_it(scripted: Scri
     assert report.held_out_failures == 0
 
 
+def test_engine_that_dies_for_good_while_it_is_held_costs_that_evaluation_alone(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(steps=30, batch_size=2, group_size=2, evaluate_every_steps=5, engine_restarts=0)
+    run = scripted(config, rollout=turns, held_out=range(-8, 0), engines=[DiesOnce(), ScriptedEngine()])
+    report = run.run()
+    begun = [event.version for event in run.events_of(EvaluationBegan)]
+    ended = [event.step for event in run.events_of(Evaluated)]
+    [given_up] = set(begun) - set(ended)
+    assert f"version {given_up} is not evaluated" in caplog.text
+    assert ended[-1] == 30
+    assert (report.steps, report.fleet.retired, report.held_out_failures) == (30, 1, 0)
+
+
 @pytest.mark.parametrize("mode", ["keep", "recompute", "drain", "abort"])
 def test_every_mode_of_a_sync_leaves_an_evaluation_alone(scripted: Scripted, mode: SyncMode) -> None:
     config = Config(steps=20, batch_size=2, group_size=2, max_staleness=2, evaluate_every_steps=5)

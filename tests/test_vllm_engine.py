@@ -163,6 +163,14 @@ def test_another_tokenizer_behind_the_url_is_refused(world: World) -> None:
     world.refused(match=r"has another tokenizer than .*model: it reads 'The 3 quick.* as \[7, 8\], not as \[1,")
 
 
+def test_a_tokenizer_that_cannot_read_every_text_is_compared_by_its_own_words(world: World) -> None:
+    tokenizer = world.add_tokenizer("one", "two")
+    with pytest.raises(Exception, match=r"Missing \[UNK\] token"):
+        tokenizer.encode("three")
+    world.stub.tokenize = lambda text: list(reversed(tokenizer.encode(text).ids))
+    world.refused(match=r"has another tokenizer than .*model: it reads 'one two' as \[1, 0\], not as \[0, 1\]")
+
+
 def test_a_server_without_a_tokenizer_cannot_be_compared(world: World) -> None:
     world.add_tokenizer()
     world.stub.always["/tokenize"] = status(400, "no tokenizer")

@@ -32,9 +32,11 @@ class World:
         self.url = ""
         self.engine: VllmEngine
 
-    def add_tokenizer(self) -> Tokenizer:
+    def add_tokenizer(self, *words: str) -> Tokenizer:
         """Give the model one that knows a few words; the server has the same."""
-        tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "The": 1, "brown": 2}, unk_token="<unk>"))
+        words = words or ("<unk>", "The", "brown")
+        vocabulary = {word: index for index, word in enumerate(words)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         tokenizer.save(str(self.model / "tokenizer.json"))
         self.stub.tokenize = lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)

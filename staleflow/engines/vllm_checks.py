@@ -22,6 +22,7 @@ FIRST_UNSUPPORTED_VLLM = (1, 0)
 BACKEND = "staleflow"
 WORKER_EXTENSION = "staleflow.engines.vllm_plugin.WeightPrefetch"
 NEEDED_FLAGS = f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}' --worker-extension-cls {WORKER_EXTENSION}"""
+PROBED_TOKENS = 256
 PROBES = ("The 3 quick brown foxes\n\tjump over 12+34=46?", "naïve Ünïcode 東京 😀", "abcdefghijklmnopqrstuvwxyz")
 SHAPES = (
     "model_type",
@@ -142,8 +143,7 @@ def _configuration(model: Path) -> dict[str, Any]:
 
 
 async def _check_tokenizer(api: VllmApi, name: str, model: Path, tokenizer: Tokenizer) -> None:
-    for text in PROBES:
-        expected = tokenizer.encode(text, add_special_tokens=False).ids
+    for text, expected in _probes(tokenizer).items():
         try:
             found = await api.tokenize(name, text)
         except EngineStatusError as error:
@@ -155,6 +155,18 @@ async def _check_tokenizer(api: VllmApi, name: str, model: Path, tokenizer: Toke
                 f"{api.name} at {api.url} has another tokenizer than {model}: it reads {text!r} as {found}, not as "
                 f"{expected}; start it with --tokenizer of the same folder"
             )
+
+
+def _probes(tokenizer: Tokenizer) -> dict[str, list[int]]:
+    """Texts, one of them in the tokenizer's own words, and how it reads them."""
+    own_words = tokenizer.decode(list(range(min(PROBED_TOKENS, tokenizer.get_vocab_size()))))
+    probes = {}
+    for text in (*PROBES, own_words):
+        try:
+            probes[text] = tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception:  # noqa: BLE001 - nothing more special is raised for a text that it has no words for
+            continue
+    return probes
 
 
 async def check_first_answer(api: VllmApi, requests: VllmRequests, model: Path) -> None:

@@ -8,7 +8,7 @@ EXTENSION := staleflow/_core.abi3.so
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find core-rs -name '*.rs' -o -name Cargo.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build vllm demo smollm test test-rust test-python prove mutants chaos-resume lint format bench sweep docs clean
+.PHONY: help setup build vllm demo smollm test test-rust test-python prove mutants chaos-resume lint format bench bench-vllm sweep docs clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -90,6 +90,9 @@ format: setup ## format all sources
 
 bench: setup ## what the core costs here, beside baselines of the same run; options in ARGS, e.g. make bench ARGS=--quick
 	$(BIN)/staleflow bench $(ARGS)
+
+bench-vllm: vllm ## what the pipeline costs beside a real vLLM server; about a quarter of an hour; options in ARGS
+	$(BIN)/python benches/vllm_engines.py $(ARGS)
 
 sweep: setup ## what staleness does to learning, per bound and loss; long, but can be interrupted; options in ARGS
 	$(BIN)/python benches/staleness_sweep.py $(ARGS)

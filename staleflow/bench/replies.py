@@ -119,26 +119,32 @@ def serving() -> Iterator[str]:
             server.kill()
 
 
+def compare(replies: int, tokens: int, samples: int) -> str:
+    """Measure, in turns; returns a table of medians."""
+    taken: dict[str, list[Sample]] = {name: [] for name in CONTESTANTS}
+    with serving() as url:
+        measure(staleflow, url, 2, tokens)
+        for _ in range(samples):
+            for name, contestant in CONTESTANTS.items():
+                taken[name].append(measure(contestant, url, replies, tokens))
+    lines = [f"{replies} replies of {tokens:,} tokens at once, medians of {samples}:", ""]
+    lines += ["| client | loop lag p50 | p99 | max | wall time |", "|---|--:|--:|--:|--:|"]
+    for name, figures in taken.items():
+        p50, p99, most, wall_s = (statistics.median(column) for column in zip(*figures, strict=True))
+        lines.append(f"| {name} | {p50:.1f} ms | {p99:.1f} ms | {most:.1f} ms | {wall_s:.1f} s |")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print a table, of medians."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(prog="python -m staleflow.bench.replies", description=__doc__)
     parser.add_argument("--replies", type=int, default=200, help="at once (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=20_000, help="of each reply (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=5, help="of each contestant, in turns (default: %(default)s)")
     options = parser.parse_args(arguments)
     machine = this_machine()
-    print(f"{today()}, {machine.cores} cores of {machine.processor}, load average {machine.load_average:.2f} before")
-    samples: dict[str, list[Sample]] = {name: [] for name in CONTESTANTS}
-    with serving() as url:
-        measure(staleflow, url, 2, options.tokens)
-        for _ in range(options.samples):
-            for name, contestant in CONTESTANTS.items():
-                samples[name].append(measure(contestant, url, options.replies, options.tokens))
-    print(f"\n{options.replies} replies of {options.tokens} tokens at once, medians of {options.samples}:\n")
-    print("| client | loop lag p50 | p99 | max | wall time |\n|---|---|---|---|---|")
-    for name, taken in samples.items():
-        p50, p99, most, wall_s = (statistics.median(column) for column in zip(*taken, strict=True))
-        print(f"| {name} | {p50:.1f} ms | {p99:.1f} ms | {most:.1f} ms | {wall_s:.1f} s |")
+    print(f"{today()}, {machine.cores} cores of {machine.processor}, load average {machine.load_average:.2f} before\n")
+    print(compare(options.replies, options.tokens, options.samples))
 
 
 if __name__ == "__main__":

@@ -102,11 +102,12 @@ class ServerInfo(msgspec.Struct):
 
 
 class Prefetch(msgspec.Struct):
-    """How far one worker is with a version that it pulls in advance."""
+    """How far one worker is with a version that it pulls in advance, and how long that took, once it is over."""
 
     version: int
     state: Literal["pulling", "ready", "failed"]
     error: str = ""
+    seconds: float = 0.0
 
 
 class Prefetches(msgspec.Struct):

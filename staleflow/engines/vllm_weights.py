@@ -12,6 +12,7 @@ import threading
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,12 +55,13 @@ class Source(WeightTransferUpdateInfo):
 
 @dataclass
 class Prefetch:
-    """How far a pull is; the reply to ``staleflow_prefetch``."""
+    """How far a pull is; the reply to ``staleflow_prefetch``. ``seconds`` is how long it took, once it is over."""
 
     version: int
     state: str = "pulling"
     pulled_bytes: int = 0
     total_bytes: int = 0
+    seconds: float = 0.0
     error: str = ""
 
 
@@ -156,17 +158,23 @@ class _Pull:
         self._thread.join()
 
     def _run(self) -> None:
+        began_s = perf_counter()
         try:
             tensors = self._pulled() if self.source.folder is None else self._mapped(Path(self.source.folder))
             check_shapes(
                 {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._expected, self._optional
             )
         except Exception as error:  # noqa: BLE001 - it is told to whoever asks
-            self.progress.error = str(error)
-            self.progress.state = "failed"
+            self._end("failed", began_s, str(error))
         else:
             self.tensors = tensors
-            self.progress.state = "ready"
+            self._end("ready", began_s)
+
+    def _end(self, state: str, began_s: float, error: str = "") -> None:
+        self.progress.error = error
+        self.progress.seconds = perf_counter() - began_s
+        # Last, because it is what is waited for.
+        self.progress.state = state
 
     def _mapped(self, folder: Path) -> dict[str, torch.Tensor]:
         paths = sorted(folder.glob("*.safetensors"))

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 import pytest
 from models import always, load
+from safetensors.torch import save_file
 
+from staleflow.engines.vllm import VllmEngine
 from staleflow.engines.vllm_server import VllmServer
 from staleflow.errors import EngineError
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
@@ -48,6 +50,11 @@ class RealServer:
             self._url = self.wait(self.server.start(self.name, self._log_folder))
             self.post("/update_weight_version", {"new_version": "0"})
         return self._url
+
+    def engine_at_version_0(self, weights: Path, **settings: Any) -> VllmEngine:
+        """An engine of this server, which serves the weights of a folder as its initial ones."""
+        self.update({"version": 0, "folder": str(weights)})
+        return VllmEngine(self.url, model=self.model, **settings)
 
     def wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -165,10 +172,12 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TcpParameterSe
     weights.close()
 
 
+def always_says(model: Path, token: int) -> dict[str, Any]:
+    """Parameters that say ``token`` whatever they have read."""
+    return {name: tensor.detach().clone() for name, tensor in always(load(model), token).named_parameters()}
+
+
 def publish_always(weights: TcpParameterServer, version: int, model: Path, token: int) -> None:
     """Publish weights that say ``token`` whatever they have read."""
-    from safetensors.torch import save_file
-
-    parameters = {name: tensor.detach().clone() for name, tensor in always(load(model), token).named_parameters()}
     with weights.publishing(version) as folder:
-        save_file(parameters, folder / "model.safetensors")
+        save_file(always_says(model, token), folder / "model.safetensors")

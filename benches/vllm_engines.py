@@ -30,6 +30,7 @@ from staleflow.bench import replies
 from staleflow.bench.result import commit, this_machine, today
 from staleflow.coordinator import Command, LeastLoad, Snapshot, Sync
 from staleflow.engines.vllm_api import Prefetch, VllmApi
+from staleflow.engines.vllm_carriers import Pull
 from staleflow.engines.vllm_requests import VllmRequests
 from staleflow.engines.vllm_update import WeightUpdates
 from staleflow.runner import loop_factory
@@ -327,7 +328,7 @@ async def connected(
         raise error
 
     api = TimedApi("server", url)
-    updates = WeightUpdates(api, pull_from=pull_from, timeout_s=600.0, die=die)
+    updates = WeightUpdates(api, Pull(api, pull_from), timeout_s=600.0, die=die)
     await updates.adopt(before)
     requests = VllmRequests(api, model=str(model), temperature=1.0, timeout_s=600.0, served=lambda: updates.version)
     try:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from aiohttp import web
 
-from staleflow.engines.vllm_checks import BACKEND, WORKER_EXTENSION
+from staleflow.engines.vllm_plugin import BACKEND, WORKER_EXTENSION
 
 Fault: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
 """What happens instead of an answer; the answer follows all the same if it returns None."""
@@ -89,6 +89,7 @@ class StubVllm:
         self.logprobs_mode = "processed_logprobs"
         self.weight_transfer: dict[str, str] | None = {"backend": BACKEND}
         self.worker_extension = WORKER_EXTENSION
+        self.parallel = {"world_size": 1, "data_parallel_size": 1}
         self.root = "/elsewhere/model"
         self.label = "default"
         self.paused = False
@@ -123,6 +124,7 @@ class StubVllm:
             "/pause",
             "/resume",
             "/collective_rpc",
+            "/init_weight_transfer_engine",
             "/start_weight_update",
             "/update_weights",
             "/finish_weight_update",
@@ -223,6 +225,9 @@ class StubVllm:
         progress = {"version": source["version"], "state": state, "error": self.prefetch_error}
         return web.json_response({"results": [progress | {"pulled_bytes": 1, "total_bytes": 2}]})
 
+    async def _init_weight_transfer_engine(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"message": "Weight transfer initialized"})
+
     async def _start_weight_update(self, request: web.Request) -> web.StreamResponse:
         assert self.paused, "weights are written while requests are decoded"
         if self.update_active:
@@ -262,7 +267,7 @@ class StubVllm:
         assert request.query["config_format"] == "json"
         config = {
             "model_config": {"logprobs_mode": self.logprobs_mode, "model": "served"},
-            "parallel_config": {"worker_extension_cls": self.worker_extension, "world_size": 1},
+            "parallel_config": {"worker_extension_cls": self.worker_extension} | self.parallel,
             "weight_transfer_config": self.weight_transfer,
         }
         return web.json_response({"vllm_config": config, "vllm_env": {}})

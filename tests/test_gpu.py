@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from models import ALPHABET, batch, figures
 
-from staleflow import LLM, Config, EmbeddedEngine, ListTasks, LocalTrainer, Pipeline, run
+from staleflow import LLM, Config, EmbeddedEngine, ListTasks, LocalTrainer, Pipeline, launch_vllm, run
 from staleflow.testing import character_llama
 
 
@@ -48,6 +48,32 @@ def test_engine_and_trainer_agree_on_a_gpu(tmp_path: Path) -> None:
     assert report.accuracy_after is not None
     assert report.accuracy_after > report.accuracy_before + 0.2
     assert report.staleness_max == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif("devices() < 2", reason="fewer than two CUDA devices, and NCCL needs one at each end")
+@pytest.mark.parametrize("settings", [{}, {"broadcast_from": "127.0.0.1"}], ids=["pulled", "broadcast"])
+def test_a_vllm_server_on_a_gpu_gets_its_weights(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = character_llama(tmp_path / "model", "abcdefgh:")
+    pipeline = Pipeline(
+        tasks=ListTasks("abcdefgh"),
+        rollout=rollout,
+        # The sender and the trainer have the first GPU, the server the second.
+        engines=launch_vllm(model, 1, environment={"CUDA_VISIBLE_DEVICES": "1"}, **settings),
+        trainer=LocalTrainer(model, learning_rate=3e-3),
+        config=Config(steps=60, batch_size=8, group_size=8, max_staleness=2),
+        held_out="abcdefgh" * 16,
+        run_dir=tmp_path / "run",
+        progress=False,
+    )
+    report = run(pipeline)
+    assert report.accuracy_before is not None
+    assert report.accuracy_after is not None
+    assert report.accuracy_after > report.accuracy_before + 0.2
+    assert report.staleness_max <= 2
+    assert report.fleet.deaths == 0
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 from processes import gone
 
 from staleflow.engines import vllm_server
-from staleflow.engines.vllm_server import VllmServer
+from staleflow.engines.vllm_server import VllmServer, launch_vllm
 from staleflow.errors import ConfigError, EngineError
 
 HEALTHY = """
@@ -71,6 +71,16 @@ def test_server_gets_what_staleflow_needs_of_it(model: Path) -> None:
     assert variables["A"] == "b"
     assert variables["STALEFLOW_SECRET"] == "s"
     assert "secret" not in repr(server.settings)
+
+
+def test_server_that_weights_are_broadcast_to_is_started_without_the_plug_in(model: Path) -> None:
+    [engine] = launch_vllm(model, 1, broadcast_from="10.0.0.1")
+    assert engine.settings.broadcast_from == "10.0.0.1"
+    command = VllmServer(model, transfer="nccl")._command("engine-0", 8000)
+    assert '{"backend": "nccl"}' in command
+    assert "--worker-extension-cls" not in command
+    with pytest.raises(ConfigError, match="transfer is 'ipc'; it must be one of staleflow, nccl"):
+        VllmServer(model, transfer="ipc")  # type: ignore[arg-type]
 
 
 def test_server_that_dies_at_its_start_says_why(model: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from staleflow.types import GenerateRequest, Generation
 
 if TYPE_CHECKING:
     from staleflow.engines.vllm_api import EngineLoad, VllmApi
+    from staleflow.engines.vllm_carriers import Carrier
     from staleflow.engines.vllm_requests import VllmRequests
     from staleflow.engines.vllm_update import WeightUpdates
 
@@ -58,6 +59,8 @@ class VllmSettings(msgspec.Struct, frozen=True):
     capacity: int
     temperature: float
     pull_from: str | None
+    broadcast_from: str | None
+    broadcast_device: str
     request_timeout_s: float
     update_timeout_s: float
     unhealthy_after_s: float
@@ -87,6 +90,11 @@ class VllmEngine:
             trainer the same value. 0 is greedy, with the logprobs of temperature 1, and not to be trained on.
         pull_from: ``host:port`` of the parameter server that an engine on another host pulls weights from; None for an
             engine that sees the controller's files.
+        broadcast_from: address of this host by which the server's workers reach it. Weights are then broadcast from a
+            GPU here by vLLM's own backend ``nccl``, in place of being pulled; a server that is started elsewhere needs
+            ``--weight-transfer-config '{"backend": "nccl"}'`` and no plug-in, and vLLM must be installed here too.
+            The pause is longer, as it includes the transfer, and an update that fails in it ends the engine.
+        broadcast_device: the GPU to broadcast from.
         request_timeout_s: after which a request that is not answered fails.
         update_timeout_s: for pulling a version, and again for swapping it in.
         unhealthy_after_s: without an answer of the server for so long, the engine is dead.
@@ -100,6 +108,8 @@ class VllmEngine:
         capacity: int = 64,
         temperature: float = 1.0,
         pull_from: str | None = None,
+        broadcast_from: str | None = None,
+        broadcast_device: str = "cuda:0",
         request_timeout_s: float = 3600.0,
         update_timeout_s: float = 600.0,
         unhealthy_after_s: float = 30.0,
@@ -114,6 +124,8 @@ class VllmEngine:
             raise ConfigError(f"temperature is {temperature}; it must be 0, or finite and at least {COLDEST}")
         if pull_from is not None and not _is_address(pull_from):
             raise ConfigError(f"pull_from is {pull_from!r}; it must be 'host:port'")
+        if pull_from is not None and broadcast_from is not None:
+            raise ConfigError("pull_from and broadcast_from are both given; weights take one way")
         for name, value in (
             ("request_timeout_s", request_timeout_s),
             ("update_timeout_s", update_timeout_s),
@@ -129,6 +141,8 @@ class VllmEngine:
             capacity=capacity,
             temperature=temperature,
             pull_from=pull_from,
+            broadcast_from=broadcast_from,
+            broadcast_device=broadcast_device,
             request_timeout_s=request_timeout_s,
             update_timeout_s=update_timeout_s,
             unhealthy_after_s=unhealthy_after_s,
@@ -177,7 +191,7 @@ class VllmEngine:
         self._death = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._connect(self._api)
+                await self._connect(self._api, log_folder)
         except TimeoutError:
             await self.stop()
             raise EngineError(f"{name} at {url} could not be checked within {CONNECT_TIMEOUT_S:g} s") from None
@@ -266,16 +280,23 @@ class VllmEngine:
         if not isinstance(self._server, str):
             await self._server.stop()
 
-    async def _connect(self, api: "VllmApi") -> None:
-        from staleflow.engines.vllm_checks import check_first_answer, check_server
+    async def _connect(self, api: "VllmApi", log_folder: Path) -> None:
+        from staleflow.engines.vllm_checks import NCCL, check_first_answer, check_server
+        from staleflow.engines.vllm_plugin import BACKEND
         from staleflow.engines.vllm_requests import VllmRequests
         from staleflow.engines.vllm_update import WeightUpdates
 
-        served = await check_server(api, self.model, self.tokenizer)
-        updates = WeightUpdates(
-            api, pull_from=self.settings.pull_from, timeout_s=self.settings.update_timeout_s, die=self._die
-        )
-        await updates.adopt(self._updates)
+        backend = BACKEND if self.settings.broadcast_from is None else NCCL
+        served = await check_server(api, self.model, self.tokenizer, backend=backend)
+        carrier = await self._carrier(api, served.workers, log_folder)
+        # A server that was started anew knows nothing of what happened to the one before.
+        before = self._updates if isinstance(self._server, str) else None
+        updates = WeightUpdates(api, carrier, timeout_s=self.settings.update_timeout_s, die=self._die)
+        try:
+            await updates.adopt(before)
+        except BaseException:
+            await updates.close()
+            raise
         self._updates = updates
         self._max_model_tokens, self._vocabulary = served.max_tokens, served.vocabulary
         self._requests = VllmRequests(
@@ -286,6 +307,20 @@ class VllmEngine:
             served=lambda: updates.version,
         )
         await check_first_answer(api, self._requests, self.model)
+
+    async def _carrier(self, api: "VllmApi", workers: int, log_folder: Path) -> "Carrier":
+        from staleflow.engines.vllm_carriers import NcclBroadcast, Pull
+
+        if self.settings.broadcast_from is None:
+            return Pull(api, self.settings.pull_from)
+        return await NcclBroadcast.connect(
+            api,
+            self.model,
+            address=self.settings.broadcast_from,
+            device=self.settings.broadcast_device,
+            workers=workers,
+            log_folder=log_folder,
+        )
 
     async def _hang_up(self) -> None:
         if self._death is not None and not self._death.done():

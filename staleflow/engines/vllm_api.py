@@ -10,7 +10,7 @@ within ``CALL_TIMEOUT_S``, and the plain one if the server cannot be reached.
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
@@ -24,6 +24,9 @@ Answer = TypeVar("Answer")
 
 CALL_TIMEOUT_S = 60.0
 """For calls that do not generate. A pause waits for the step that is running, and the first step of all takes long."""
+JOIN_TIMEOUT_S = 120.0
+TRANSFER_TIMEOUT_S = 3600.0
+"""For weights that come during the call. Whoever makes it has a deadline of its own."""
 DESCRIBE_TIMEOUT_S = 120.0
 """For the server's settings: it looks at its whole machine before it answers."""
 KEEP_ALIVE_S = 2.0
@@ -82,9 +85,11 @@ class WeightTransferConfig(msgspec.Struct):
 
 
 class ParallelConfig(msgspec.Struct):
-    """What the server's workers were extended with."""
+    """The server's workers: what they were extended with, and how many there are, in each of its replicas."""
 
     worker_extension_cls: str = ""
+    world_size: int = 1
+    data_parallel_size: int = 1
 
 
 class VllmConfig(msgspec.Struct):
@@ -238,13 +243,17 @@ class VllmApi:
         body = {"method": "staleflow_prefetch", "kwargs": {"source": source}}
         return (await self._call_for(Prefetches, "POST", "/collective_rpc", body)).results
 
+    async def init_weight_transfer(self, info: Mapping[str, object]) -> None:
+        """Have every worker join a group that weights are broadcast in; answered when all have."""
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s=JOIN_TIMEOUT_S)
+
     async def start_weight_update(self) -> None:
         """Announce new weights."""
         await self._call("POST", "/start_weight_update")
 
-    async def update_weights(self, source: dict[str, int | str]) -> None:
-        """Name the new weights."""
-        await self._call("POST", "/update_weights", {"update_info": source})
+    async def update_weights(self, info: Mapping[str, object]) -> None:
+        """Say what the new weights are, in the words of the server's weight transfer; answered when it has them."""
+        await self._call("POST", "/update_weights", {"update_info": info}, timeout_s=TRANSFER_TIMEOUT_S)
 
     async def finish_weight_update(self, label: str | None) -> None:
         """Swap the new weights in, under this name; without a name and without new weights, end a broken-off update."""

@@ -3,38 +3,73 @@
 import json
 import warnings
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeAlias
-
-import torch
-from safetensors import safe_open
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from staleflow.errors import WeightsError
 
+if TYPE_CHECKING:
+    import torch
+
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Those that can be loaded, as safetensors and as torch name them."""
+LENGTH_BYTES = 8
+"""Of the number at the head of a safetensors file, which says how long its header is."""
 DIFFERENCES_SHOWN = 3
 
 
-def tensors_in(file: memoryview) -> dict[str, torch.Tensor]:
+class Parameter(NamedTuple):
+    """One entry in the header of a safetensors file; it is at ``start`` to ``end`` in what follows the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def header(text: bytes) -> dict[str, Parameter]:
+    """The parameters in a file, in the order of its header."""
+    entries = json.loads(text)
+    entries.pop("__metadata__", None)
+    return {
+        name: Parameter(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+        for name, entry in entries.items()
+    }
+
+
+def parameters_in(paths: Iterable[Path]) -> dict[str, Parameter]:
+    """The parameters in files, of which only the headers are read."""
+    found: dict[str, Parameter] = {}
+    for path in paths:
+        with path.open("rb") as file:
+            found |= header(file.read(int.from_bytes(file.read(LENGTH_BYTES), "little")))
+    return found
+
+
+def dtype_name(name: str, parameter: Parameter) -> str:
+    """What torch calls a parameter's type; raises :class:`WeightsError` for one that cannot be loaded."""
+    dtype = DTYPES.get(parameter.dtype)
+    if dtype is None:
+        raise WeightsError(f"{name} is of type {parameter.dtype}; {', '.join(DTYPES)} can be loaded")
+    return dtype
+
+
+def tensors_in(file: memoryview) -> "dict[str, torch.Tensor]":
     """The tensors of a safetensors file in memory, without copying: its header says where each of them begins."""
-    header_bytes = int.from_bytes(file[:8], "little")
-    header = json.loads(bytes(file[8 : 8 + header_bytes]))
-    data = file[8 + header_bytes :]
+    import torch
+
+    begin = LENGTH_BYTES + int.from_bytes(file[:LENGTH_BYTES], "little")
+    data = file[begin:]
     tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        start, end = entry["data_offsets"]
-        dtype = DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise WeightsError(f"{name} is of type {entry['dtype']}; {', '.join(DTYPES)} can be loaded")
+    for name, parameter in header(bytes(file[LENGTH_BYTES:begin])).items():
+        dtype = getattr(torch, dtype_name(name, parameter))
         with warnings.catch_warnings():
             # A published file cannot be written, and nobody does.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
-            tensors[name] = torch.frombuffer(data[start:end], dtype=dtype).reshape(entry["shape"])
+            flat = torch.frombuffer(data[parameter.start : parameter.end], dtype=dtype)
+        tensors[name] = flat.reshape(parameter.shape)
     return tensors
 
 
@@ -57,12 +92,7 @@ def checkpoint_files(model: str, revision: str | None) -> list[Path]:
 
 def shapes_in(paths: Iterable[Path]) -> Shapes:
     """Names and shapes of all parameters in safetensors files, from their headers."""
-    shapes: Shapes = {}
-    with ExitStack() as stack:
-        for path in paths:
-            file = stack.enter_context(safe_open(path, "pt"))
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
+    return {name: parameter.shape for name, parameter in parameters_in(paths).items()}
 
 
 def check_shapes(shapes: Shapes, expected: Shapes, optional: set[str]) -> None:

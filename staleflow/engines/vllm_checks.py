@@ -13,14 +13,14 @@ import msgspec
 from tokenizers import Tokenizer
 
 from staleflow.engines.vllm_api import ServerInfo, VllmApi
+from staleflow.engines.vllm_plugin import BACKEND, WORKER_EXTENSION
 from staleflow.engines.vllm_requests import VllmRequests
 from staleflow.errors import ConfigError, EngineError, EngineReplyError, EngineStatusError
 from staleflow.types import GenerateRequest
 
 OLDEST_VLLM = (0, 32)
 FIRST_UNSUPPORTED_VLLM = (1, 0)
-BACKEND = "staleflow"
-WORKER_EXTENSION = "staleflow.engines.vllm_plugin.WeightPrefetch"
+NCCL = "nccl"
 NEEDED_FLAGS = f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}' --worker-extension-cls {WORKER_EXTENSION}"""
 PROBED_TOKENS = 256
 PROBES = ("The 3 quick brown foxes\n\tjump over 12+34=46?", "naïve Ünïcode 東京 😀", "abcdefghijklmnopqrstuvwxyz")
@@ -38,27 +38,35 @@ NO_ENDPOINT = {403, 404, 405}
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """The model behind a URL: the name that requests must give, the longest sequence that it serves, and how many token
-    ids it has, if its configuration says."""
+    """The model behind a URL: the name that requests must give, the longest sequence that it serves, how many token ids
+    it has, if its configuration says, and how many workers share it."""
 
     name: str
     max_tokens: int
     vocabulary: int | None
+    workers: int
 
 
-async def check_server(api: VllmApi, model: Path, tokenizer: Tokenizer | None) -> ServedModel:
-    """Refuse a server that is not fit for training; ``model`` and ``tokenizer`` are what it should serve.
+async def check_server(api: VllmApi, model: Path, tokenizer: Tokenizer | None, *, backend: str) -> ServedModel:
+    """Refuse a server that is not fit for training; ``model`` and ``tokenizer`` are what it should serve, ``backend``
+    is how it should take new weights.
 
     Raises :class:`EngineError` that says what to change.
     """
     await _check_version(api)
     await _check_development_endpoints(api)
     info = await api.server_info()
-    _check_settings(api, info)
+    _check_settings(api, info, backend)
     models = await api.models()
     if not models:
         raise EngineError(f"{api.name} at {api.url} offers no model")
-    served = ServedModel(models[0].id, models[0].max_model_len, _configuration(model).get("vocab_size"))
+    parallel = info.vllm_config.parallel_config
+    served = ServedModel(
+        models[0].id,
+        models[0].max_model_len,
+        _configuration(model).get("vocab_size"),
+        parallel.world_size * parallel.data_parallel_size,
+    )
     _check_shape(api, Path(models[0].root), model)
     if tokenizer is not None:
         await _check_tokenizer(api, served.name, model, tokenizer)
@@ -92,7 +100,7 @@ async def _check_development_endpoints(api: VllmApi) -> None:
         ) from error
 
 
-def _check_settings(api: VllmApi, info: ServerInfo) -> None:
+def _check_settings(api: VllmApi, info: ServerInfo, backend: str) -> None:
     config = info.vllm_config
     who = f"{api.name} at {api.url}"
     if config.model_config.logprobs_mode != "processed_logprobs":
@@ -101,13 +109,18 @@ def _check_settings(api: VllmApi, info: ServerInfo) -> None:
             "samples from: start it with --logprobs-mode processed_logprobs"
         )
     transfer = config.weight_transfer_config
-    if transfer is None or transfer.backend != BACKEND:
+    if transfer is None or transfer.backend != backend:
         found = "no weight transfer" if transfer is None else f"the weight transfer {transfer.backend!r}"
+        if backend == NCCL:
+            raise EngineError(
+                f"{who} has {found}, so nothing can be broadcast to it: start it with "
+                f"""--weight-transfer-config '{{"backend": "{NCCL}"}}', or leave broadcast_from out"""
+            )
         raise EngineError(
             f"{who} has {found}, so it cannot take new weights from staleflow: install staleflow in its environment "
             f"and start it with {NEEDED_FLAGS}"
         )
-    if config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
+    if backend == BACKEND and config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
         raise EngineError(
             f"{who} has workers that cannot pull weights while they generate: start it with {NEEDED_FLAGS}"
         )

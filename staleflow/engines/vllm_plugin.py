@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 BACKEND = "staleflow"
+WORKER_EXTENSION = "staleflow.engines.vllm_plugin.WeightPrefetch"
 SECRET_VARIABLE = "STALEFLOW_SECRET"
 
 

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from staleflow import clock
-from staleflow.engines.vllm_plugin import BACKEND, SECRET_VARIABLE
+from staleflow.engines.vllm_plugin import BACKEND, SECRET_VARIABLE, WORKER_EXTENSION
 from staleflow.errors import ConfigError, EngineError
 from staleflow.leash import Leashed
 
@@ -34,6 +34,9 @@ PORT_ATTEMPTS = 3
 PORT_TAKEN = "address already in use"
 
 
+Transfer: TypeAlias = Literal["staleflow", "nccl"]
+
+
 class Settings(msgspec.Struct, frozen=True):
     """What a server was made with; the environment and the secret stay out of the run folder."""
 
@@ -45,6 +48,7 @@ class Settings(msgspec.Struct, frozen=True):
     enforce_eager: bool
     seed: int
     cache_gib: int
+    transfer: Transfer
 
 
 class VllmServer:
@@ -60,6 +64,7 @@ class VllmServer:
         enforce_eager: no compiled graphs, which take minutes to make; give False on a GPU, where they pay.
         seed: of the sampler, together with the server's name: two servers never sample in step.
         cache_gib: size of the key-value cache without a GPU.
+        transfer: how it takes weights: ``"staleflow"``, they are pulled, or ``"nccl"``, they are broadcast.
         secret: of a :class:`staleflow.parameter_server.tcp.TcpParameterServer`, if weights come from one.
         start_timeout_s: how long a start may take.
     """
@@ -76,17 +81,22 @@ class VllmServer:
         enforce_eager: bool = True,
         seed: int = 0,
         cache_gib: int = 1,
+        transfer: Transfer = "staleflow",
         secret: str | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
         if not (Path(model) / "config.json").is_file():
             raise ConfigError(f"model {str(model)!r}: no such Hugging Face folder (it has no config.json)")
+        if transfer not in get_args(Transfer):
+            raise ConfigError(f"transfer is {transfer!r}; it must be one of {', '.join(get_args(Transfer))}")
         if threads < 1:
             raise ConfigError(f"threads is {threads}; it must be at least 1")
         for name, value in (("cache_gib", cache_gib), ("start_timeout_s", start_timeout_s)):
             if value <= 0:
                 raise ConfigError(f"{name} is {value}; it must be above 0")
-        self.settings = Settings(str(model), port, tuple(arguments), threads, dtype, enforce_eager, seed, cache_gib)
+        self.settings = Settings(
+            str(model), port, tuple(arguments), threads, dtype, enforce_eager, seed, cache_gib, transfer
+        )
         self._environment = dict(environment or {})
         if secret is not None:
             self._environment[SECRET_VARIABLE] = secret
@@ -158,8 +168,8 @@ class VllmServer:
             *("--dtype", settings.dtype, "--seed", str(seed)),
             *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
             *(["--enforce-eager"] if settings.enforce_eager else []),
-            *("--weight-transfer-config", json.dumps({"backend": BACKEND})),
-            *("--worker-extension-cls", "staleflow.engines.vllm_plugin.WeightPrefetch"),
+            *("--weight-transfer-config", json.dumps({"backend": settings.transfer})),
+            *(["--worker-extension-cls", WORKER_EXTENSION] if settings.transfer == BACKEND else []),
             *settings.arguments,
         ]
 
@@ -207,6 +217,7 @@ def launch_vllm(
     capacity: int = 64,
     temperature: float = 1.0,
     pull_from: str | None = None,
+    broadcast_from: str | None = None,
     **settings: Any,
 ) -> "list[VllmEngine]":
     """Engines with a vLLM server of their own each.
@@ -214,9 +225,10 @@ def launch_vllm(
     Args:
         model: folder with ``config.json`` and safetensors weights.
         servers: how many.
-        capacity: of each :class:`staleflow.engines.vllm.VllmEngine`, as are the next two.
+        capacity: of each :class:`staleflow.engines.vllm.VllmEngine`, as are the next three.
         temperature: of sampling.
         pull_from: address of a parameter server; these are on its host, so they need none.
+        broadcast_from: see there; the servers are started for it.
         **settings: those of :class:`VllmServer`.
     """
     from staleflow.engines.vllm import VllmEngine
@@ -225,9 +237,16 @@ def launch_vllm(
         raise ConfigError(f"servers is {servers}; it must be at least 1")
     if servers > 1 and settings.get("port") is not None:
         raise ConfigError(f"port is given for {servers} servers; leave it out, and each takes a free one")
+    if broadcast_from is not None:
+        settings["transfer"] = "nccl"
     return [
         VllmEngine(
-            VllmServer(model, **settings), model=model, capacity=capacity, temperature=temperature, pull_from=pull_from
+            VllmServer(model, **settings),
+            model=model,
+            capacity=capacity,
+            temperature=temperature,
+            pull_from=pull_from,
+            broadcast_from=broadcast_from,
         )
         for _ in range(servers)
     ]

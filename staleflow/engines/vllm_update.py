@@ -1,12 +1,13 @@
-"""How a vLLM server is given new weights: pulled in advance, swapped in while it pauses, confirmed, resumed.
+"""How a vLLM server is given new weights: prepared in advance, swapped in while it pauses, confirmed, resumed.
 
-Data flow. ``prefetch`` has every worker pull the version while it goes on generating. Then the server is paused and
-seen to be, the update is announced, named and finished, the server says what it serves, and is resumed and seen to be.
+Data flow. What can be done while the server generates is done first; usually its workers pull the version. Then it is
+paused and seen to be, the update is announced, handed over (``vllm_carriers``) and finished, the server says what it
+serves, and is resumed and seen to be.
 
 Invariants. Weights are written only while nothing decodes. A pause ends, whatever happens in it: resuming is tried
 again until it is confirmed or the engine is given up. The version served is the last one that the server confirmed. An
-update that fails before its last call has changed nothing; one that fails in it, and is not confirmed all the same,
-ends the engine, since its weights are then unknown.
+update that fails before anything of the model is changed leaves it as it was; one that fails later, and is not
+confirmed all the same, ends the engine, since its weights are then unknown.
 """
 
 import asyncio
@@ -15,14 +16,13 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from staleflow.engines.vllm_api import VllmApi
+from staleflow.engines.vllm_carriers import Carrier
 from staleflow.engines.vllm_requests import label_of, version_of
 from staleflow.errors import EngineError, EngineReplyError, EngineStatusError, EngineTimeoutError
 
 RESUME_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 RETRY_S = 0.25
-FIRST_PREFETCH_WAIT_S = 0.01
-LONGEST_PREFETCH_WAIT_S = 0.5
 LEFT_OPEN = "already active"
 """What a server says of an update that its client has broken off."""
 
@@ -32,14 +32,12 @@ class WeightUpdates:
 
     Args:
         api: the server.
-        pull_from: where to pull from; None if the folder of a version is on the server's host.
+        carrier: gets weights into it.
         timeout_s: for pulling a version, and again for swapping it in.
         die: told the reason when the engine cannot be believed any more.
     """
 
-    def __init__(
-        self, api: VllmApi, *, pull_from: str | None, timeout_s: float, die: Callable[[EngineError], None]
-    ) -> None:
+    def __init__(self, api: VllmApi, carrier: Carrier, *, timeout_s: float, die: Callable[[EngineError], None]) -> None:
         self.version = 0
         """The last one that the server has confirmed."""
         self.lock = asyncio.Lock()
@@ -47,7 +45,7 @@ class WeightUpdates:
         self.unknown = False
         """Whether a swap was begun and neither confirmed nor seen not to have happened."""
         self._api = api
-        self._pull_from = pull_from
+        self._carrier = carrier
         self._timeout_s = timeout_s
         self._die = die
         self._dead = False
@@ -61,6 +59,11 @@ class WeightUpdates:
         """
         label = await self._api.weight_label()
         version = version_of(label)
+        if before is not None and before.unknown and self._carrier.changes_at_once:
+            raise EngineError(
+                f"{self._api.name} at {self._api.url} may hold half of a version, since a broadcast to it has failed: "
+                "restart that server, and resume the run"
+            )
         confirmed = before is not None and not before.unknown and label == label_of(before.version)
         if version != 0 and not confirmed:
             raise EngineError(
@@ -75,12 +78,11 @@ class WeightUpdates:
 
     async def update(self, version: int, folder: Path) -> int:
         """Let the server serve a version; returns it once the server has confirmed it."""
-        source: dict[str, int | str] = {"version": version}
-        source |= {"folder": str(folder)} if self._pull_from is None else {"address": self._pull_from}
         async with self.lock:
-            await self._prefetch(source)
+            async with self._deadline("pull", version):
+                await self._carrier.prepare(version, folder)
             async with self._pausing(), self._deadline("swap in", version):
-                await self._swap(version, source)
+                await self._swap(version, folder)
             return self.version
 
     async def pause(self) -> None:
@@ -103,6 +105,7 @@ class WeightUpdates:
     async def close(self) -> None:
         """Leave no server paused behind. Idempotent."""
         self._dead = True
+        await self._carrier.close()
         if self._may_be_paused:
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -126,34 +129,12 @@ class WeightUpdates:
         """The engine is dead: nothing is retried any more."""
         self._dead = True
 
-    async def _prefetch(self, source: dict[str, int | str]) -> None:
-        wait_s = FIRST_PREFETCH_WAIT_S
-        version = source["version"]
-        async with self._deadline("pull", version):
-            while True:
-                progress = await self._api.prefetch(source)
-                for worker in progress:
-                    if worker.state == "failed":
-                        raise EngineError(f"{self._api.name} could not pull version {version}: {worker.error}")
-                    if worker.version != version:
-                        raise EngineReplyError(f"{self._api.name} pulls version {worker.version} instead of {version}")
-                if all(worker.state == "ready" for worker in progress):
-                    return
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, LONGEST_PREFETCH_WAIT_S)
-
-    async def _swap(self, version: int, source: dict[str, int | str]) -> None:
+    async def _swap(self, version: int, folder: Path) -> None:
+        self.unknown = self._carrier.changes_at_once
         try:
-            await self._api.start_weight_update()
-        except EngineStatusError as error:
-            if LEFT_OPEN not in str(error):
-                raise
-            # With nothing named since it was announced, finishing it changes nothing.
-            await self._api.finish_weight_update(None)
-            await self._api.start_weight_update()
-        await self._api.update_weights(source)
-        self.unknown = True
-        try:
+            await self._announce()
+            await self._carrier.hand_over(version, folder)
+            self.unknown = True
             try:
                 await self._api.finish_weight_update(label_of(version))
             except EngineError:
@@ -170,6 +151,16 @@ class WeightUpdates:
                 self._die(
                     EngineError(f"{self._api.name} did not confirm version {version}; what it serves now is unknown")
                 )
+
+    async def _announce(self) -> None:
+        try:
+            await self._api.start_weight_update()
+        except EngineStatusError as error:
+            if self._carrier.changes_at_once or LEFT_OPEN not in str(error):
+                raise
+            # With nothing named since it was announced, finishing it changes nothing.
+            await self._api.finish_weight_update(None)
+            await self._api.start_weight_update()
 
     @asynccontextmanager
     async def _pausing(self) -> AsyncIterator[None]:
@@ -208,7 +199,7 @@ class WeightUpdates:
             raise stuck from None
 
     @asynccontextmanager
-    async def _deadline(self, what: str, version: int | str) -> AsyncIterator[None]:
+    async def _deadline(self, what: str, version: int) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield

@@ -1,0 +1,26 @@
+"""What the controller and a sender of weights say to each other; see ``nccl_sender``."""
+
+import msgspec
+
+
+class Join(msgspec.Struct, tag=True, frozen=True):
+    """Meet a server's workers at an address of this host, as the first of ``world_size``; answered twice, first with
+    the port to meet at."""
+
+    address: str
+    device: str
+    world_size: int
+    packed_bytes: int
+    packed_buffers: int
+
+
+class Broadcast(msgspec.Struct, tag=True, frozen=True):
+    """Send all parameters in a folder, in the order of its files' headers."""
+
+    folder: str
+
+
+class Done(msgspec.Struct, frozen=True):
+    """It is done. What fails ends the process."""
+
+    port: int = 0

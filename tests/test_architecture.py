@@ -12,7 +12,7 @@ FOUNDATIONS = {"clock", "errors", "types"}
 STAGES = {"engines", "trainer", "parameter_server", "tasks", "rollout", "run_folder", "view", "process", "queue"}
 BUILT_IN_ORDER = ("members", "rollouts", "evaluation", "checkpointing", "training", "pipeline")
 COMMANDS = {"__main__", "cli", "bench", "explain", "plot"}
-RUN_IN_CHILDREN = {f"engines/{name}.py" for name in ("embedded_server", "vllm_checkpoint", "vllm_weights")} | {
+RUN_IN_CHILDREN = {f"engines/{name}.py" for name in ("embedded_server", "nccl_sender", "vllm_weights")} | {
     f"trainer/{name}.py"
     for name in (
         "advantages",

@@ -73,6 +73,18 @@ def test_server_gets_what_staleflow_needs_of_it(model: Path) -> None:
     assert "secret" not in repr(server.settings)
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_server_without_a_gpu_is_one_process_unless_it_is_to_be_several(
+    model: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [name] if installed else [])
+    backend, variable = "--distributed-executor-backend", "VLLM_ENABLE_V1_MULTIPROCESSING"
+    alone, divided = VllmServer(model), VllmServer(model, arguments=["--tensor-parallel-size", "2"])
+    assert (backend in alone._command("engine-0", 8000)) == (variable in alone._variables()) == installed
+    assert backend not in divided._command("engine-0", 8000)
+    assert variable not in divided._variables()
+
+
 def test_server_that_weights_are_broadcast_to_is_started_without_the_plug_in(model: Path) -> None:
     [engine] = launch_vllm(model, 1, broadcast_from="10.0.0.1")
     assert engine.settings.broadcast_from == "10.0.0.1"

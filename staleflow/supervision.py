@@ -14,7 +14,7 @@ from staleflow.abandon import abandon, done_or_set
 from staleflow.config import Config
 from staleflow.coordinator import Health
 from staleflow.engine_state import EngineState
-from staleflow.errors import EngineError
+from staleflow.errors import EngineError, EngineGoneError
 from staleflow.events import EngineDied, EngineRestarted, EngineRetired
 from staleflow.fleet import Fleet
 from staleflow.members import Spawn
@@ -25,6 +25,8 @@ LONGEST_PAUSE_S = 30.0
 GOOD_WHILE_S = 600.0
 """An engine that has served for so long has its restarts back."""
 STOP_TIMEOUT_S = 30.0
+ACCOUNT_TIMEOUT_S = 10.0
+"""For an engine whose connections have broken to say how it has ended."""
 
 logger = logging.getLogger("staleflow")
 
@@ -109,7 +111,7 @@ class Supervision:
         try:
             await done_or_set(running, state.died)
             if state.died.is_set() and state.death is not None:
-                return state.death
+                return await self._account(running, state.death)
             running.result()
             death = EngineError(f"{state.name} has stopped serving")
         except EngineError as raised:
@@ -117,6 +119,14 @@ class Supervision:
         finally:
             abandon(running)
         self._fleet.died(state, death)
+        return death
+
+    async def _account(self, running: "asyncio.Future[None]", death: EngineError) -> EngineError:
+        """Why an engine has died: a broken connection is the first sign, and says least; the engine may know more."""
+        if isinstance(death, EngineGoneError):
+            await asyncio.wait({running}, timeout=ACCOUNT_TIMEOUT_S)
+            if running.done() and isinstance(told := running.exception(), EngineError):
+                return told
         return death
 
     async def _stop(self, state: EngineState) -> None:

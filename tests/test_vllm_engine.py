@@ -418,30 +418,6 @@ def test_a_server_of_its_own_is_started_watched_started_again_and_stopped(world:
     world.play(scene)
 
 
-def test_a_broken_connection_to_a_server_of_its_own_tells_how_its_process_ended(world: World) -> None:
-    async def scene(world: World) -> None:
-        server = OwnServer(world.stub, world.url)
-        engine = VllmEngine(server, model=world.model)
-        await engine.start("engine-1", world.folder)
-        watching = asyncio.create_task(engine.run())
-        world.stub.always |= {TOKENS: hang_up, "/health": hang_up}
-        unanswered = [asyncio.create_task(engine.generate(request(f"{number}.0.0.0"))) for number in range(2)]
-        await asyncio.wait(unanswered, timeout=1.0)
-        server.end.set_result(EngineError("engine-1 (pid 7) was ended by SIGKILL"))
-        for ended in (watching, *unanswered):
-            with pytest.raises(EngineError, match=r"engine-1 \(pid 7\) was ended by SIGKILL"):
-                await ended
-        world.stub.always.clear()
-        await engine.start("engine-1", world.folder)
-        world.stub.always |= {TOKENS: hang_up, "/health": hang_up}
-        # Its process lives on, so the broken connection is all that there is to tell.
-        with pytest.raises(EngineGoneError, match=r"died with request 3.0.0.0 unanswered"):
-            await engine.generate(request("3.0.0.0"))
-        await engine.stop()
-
-    world.play(scene)
-
-
 def test_a_server_of_its_own_that_is_unfit_is_stopped(world: World) -> None:
     async def scene(world: World) -> None:
         server = OwnServer(world.stub, world.url)

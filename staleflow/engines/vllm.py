@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 300.0
 """For all checks of a server that is up."""
 HEALTH_PERIOD_S = 2.0
-ACCOUNT_TIMEOUT_S = 5.0
-"""For a process to be seen to end once its connections have."""
 COLDEST = 0.01
 """vLLM samples at this temperature when it is asked for a lower one above 0."""
 
@@ -232,14 +230,7 @@ class VllmEngine:
                 "computes them at temperature 1"
             )
         requests, _ = self._alive()
-        death = self._started_death()
-        try:
-            return await requests.generate(request)
-        except EngineGoneError:
-            # A broken connection is the first sign of a death, and says least about it.
-            if not isinstance(self._server, str) and (await asyncio.wait({death}, timeout=ACCOUNT_TIMEOUT_S))[0]:
-                raise EngineGoneError(str(death.result())) from None
-            raise
+        return await requests.generate(request)
 
     async def interrupt(self, request_id: str) -> None:
         """Have a request end with the tokens sampled so far, maybe none, as ``"interrupted"``.

@@ -1,8 +1,8 @@
 """Requests in flight on one vLLM server: asked, answered, aborted, and the late answers that nobody waits for.
 
 Data flow. ``generate`` gives the request an id that the server has never seen and starts a task that posts it. The
-answer is read, parsed in a thread with the interpreter lock released, and checked against what was asked. A caller that
-goes away leaves the task behind to abort the request on the server, so that it costs nothing more.
+answer is read, parsed (a large one in a thread, with the interpreter lock released) and checked against what was asked.
+A caller that goes away leaves the task behind to abort the request on the server, so that it costs nothing more.
 
 Invariant: every request that was sent ends: with its answer, with an error, or dropped and counted in ``late_answers``
 because nobody waits for it any more. An answer reaches the request whose id it carries, or none.
@@ -28,6 +28,8 @@ COMPLETIONS_PATH = "/v1/completions"
 CONCURRENT_READS = 2
 """Answers that are read and parsed at a time. The others wait in the sockets' buffers: were all read at once, one turn
 of the event loop would have to look after each of them."""
+SMALL_REPLY_BYTES = 1 << 14
+"""A reply of so many is parsed in less time than it takes to hand it to a thread and back."""
 READ_TIMEOUT_S = 60.0
 """For an answer that has begun: a server sends it as a whole, and it keeps others from being read."""
 FIRST_ABORT_WAIT_S = 0.05
@@ -244,9 +246,11 @@ class VllmRequests:
             await asyncio.sleep(0)
         async with self._api.answering(path, body) as response, self._reading:
             reply = await self._read(exchange, response)
-            loop = asyncio.get_running_loop()
             parse = partial(parse_reply, self._api.name, exchange.request, exchange.server_id, reply, lowest)
-            generation = await loop.run_in_executor(self._parser, parse)
+            if len(reply) <= SMALL_REPLY_BYTES:
+                generation = parse()
+            else:
+                generation = await asyncio.get_running_loop().run_in_executor(self._parser, parse)
         if lowest is not None and (now := version_of(await self._api.weight_label())) < lowest:
             raise EngineReplyError(
                 f"{self._api.name} serves version {now} after it had confirmed {lowest}: the tokens of request "

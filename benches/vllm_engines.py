@@ -250,11 +250,11 @@ async def update(
     before = await api.load()
     watched_s = perf_counter()
     await asyncio.sleep(WATCHED_S)
+    rate = ((await api.load()).generated_tokens - before.generated_tokens) / (perf_counter() - watched_s)
     with weights.publishing(version) as folder:
         await asyncio.to_thread(shutil.copy, model / "model.safetensors", folder)
     published_s = perf_counter()
     published = await api.load()
-    rate = (published.generated_tokens - before.generated_tokens) / (published_s - watched_s)
     with weights.pulling(version) as folder:
         await updates.update(version, folder)
     after, after_s = await api.load(), perf_counter()
@@ -278,7 +278,7 @@ async def keep_busy(requests: VllmRequests, number: int) -> None:
 
 def memory_copies_per_second(size: int, samples: int) -> float:
     """Bytes per second of one thread that copies so many from memory that is in use to memory that is in use."""
-    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    source, target = np.ones(size, np.uint8), np.full(size, 2, np.uint8)
     found = []
     for _ in range(samples):
         began_s = perf_counter()
@@ -303,6 +303,7 @@ async def weight_updates(size: Size, samples: int) -> list[str]:
                         generating = [asyncio.create_task(keep_busy(requests, index)) for index in range(concurrency)]
                         taken = [await update(api, updates, requests, weights, model) for _ in range(samples + 1)][1:]
                         for task in generating:
+                            assert not task.done()
                             task.cancel()
                         before = updates
                     pull_s, pause_s, first_token_s, lost = (median(column) for column in zip(*taken, strict=True))
@@ -350,8 +351,9 @@ HEADS = {
     ),
     "updates": (
         "Weight updates",
-        "Pull: until the server's worker has the weights at hand, mapped from the published files or received and "
-        "checked, with the share of the rate of a plain copy; it generates meanwhile. Pause: in which it does not. "
+        "Pull: until the server's worker has the weights at hand, with the share of the rate of a plain copy; it "
+        "generates meanwhile. Over TCP they are received and checked. From a folder in shared memory nothing is "
+        "copied: its pages are mapped, and what copying there is takes place in the swap. Pause: without generation. "
         "First token: from the publish to an answer sampled with the new weights. Lost: tokens that would have been "
         "generated from the publish to the end of the pause.",
         "| by | requests | pull | rate | of a copy | pause | longest | first token | tokens lost |"

@@ -79,7 +79,6 @@ class Supervision:
         while True:
             error, served_s = await self._live(state)
             self._newest_death = error
-            self._recorder.event(EngineDied(self._recorder.t(), state.index, str(error)))
             if served_s >= GOOD_WHILE_S:
                 left, pause_s = self._config.engine_restarts, FIRST_PAUSE_S
             if left == 0:
@@ -94,7 +93,7 @@ class Supervision:
         try:
             await state.engine.start(state.name, self._log_folder)
         except EngineError as error:
-            self._fleet.died(state, error)
+            self._died(state, error)
             return error, 0.0
         finally:
             self._tried[state.index].set()
@@ -111,6 +110,7 @@ class Supervision:
         try:
             await done_or_set(running, state.died)
             if state.died.is_set() and state.death is not None:
+                self._note(state, state.death)
                 return await self._account(running, state.death)
             running.result()
             death = EngineError(f"{state.name} has stopped serving")
@@ -118,8 +118,16 @@ class Supervision:
             death = raised
         finally:
             abandon(running)
-        self._fleet.died(state, death)
+        self._died(state, death)
         return death
+
+    def _died(self, state: EngineState, error: EngineError) -> None:
+        self._fleet.died(state, error)
+        self._note(state, error)
+
+    def _note(self, state: EngineState, error: EngineError) -> None:
+        # When it is noticed, though there may be more to tell of it later: the log is in order of time.
+        self._recorder.event(EngineDied(self._recorder.t(), state.index, str(error)))
 
     async def _account(self, running: "asyncio.Future[None]", death: EngineError) -> EngineError:
         """Why an engine has died: a broken connection is the first sign, and says least; the engine may know more."""

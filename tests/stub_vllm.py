@@ -125,6 +125,8 @@ class StubVllm:
             "/resume",
             "/collective_rpc",
             "/init_weight_transfer_engine",
+            "/shutdown_weight_transfer_engine",
+            "/update_weight_version",
             "/start_weight_update",
             "/update_weights",
             "/finish_weight_update",
@@ -227,6 +229,13 @@ class StubVllm:
 
     async def _init_weight_transfer_engine(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"message": "Weight transfer initialized"})
+
+    async def _shutdown_weight_transfer_engine(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"message": "Weight transfer shut down"})
+
+    async def _update_weight_version(self, request: web.Request) -> web.StreamResponse:
+        self.label = (await request.json())["new_version"]
+        return web.json_response({"success": True, "new_version": self.label})
 
     async def _start_weight_update(self, request: web.Request) -> web.StreamResponse:
         assert self.paused, "weights are written while requests are decoded"

@@ -7,7 +7,8 @@ from support import Scripted
 
 from staleflow import Config
 from staleflow.errors import EngineError, EngineGoneError
-from staleflow.events import EngineDied
+from staleflow.events import EngineDied, EngineRetired
+from staleflow.supervision import ACCOUNT_TIMEOUT_S
 from staleflow.testing import ScriptedEngine
 from staleflow.types import GenerateRequest, Generation
 
@@ -33,4 +34,7 @@ def test_the_account_of_a_death_is_the_engines_own_if_it_comes_soon(
     run = scripted(Config(steps=1, batch_size=1, group_size=1, engine_restarts=0), engines=[Dies()])
     assert told in str(run.fail(EngineError))
     [death] = run.events_of(EngineDied)
-    assert told in death.cause
+    assert death.cause == "the connection was reset"
+    [retired] = run.events_of(EngineRetired)
+    assert told in retired.cause
+    assert retired.t - death.t == pytest.approx(min(account_s, ACCOUNT_TIMEOUT_S), abs=0.1)

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from stub_vllm import Fault, hang_up, status
 from tiny_sender import PORT
-from vllm_support import World, request
+from vllm_support import CONFIGURATION, World, request
 
 from staleflow.engines import vllm_carriers
 from staleflow.engines.vllm import VllmEngine
@@ -18,8 +19,8 @@ from staleflow.errors import ConfigError, EngineError, EngineGoneError
 pytestmark = pytest.mark.usefixtures("importable_children")
 
 JOIN = "/init_weight_transfer_engine"
-SWAP = ["/pause", "/is_paused", "/start_weight_update", "/update_weights", "/finish_weight_update", "/weight_info"]
-RESUME = ["/resume", "/is_paused"]
+SWAP = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/weight_info"]
+UPDATE = ["/pause", "/is_paused", "/update_weight_version", *SWAP, "/resume", "/is_paused"]
 SHAPES = {"model.norm.weight": (4,), "model.embed_tokens.weight": (8, 4)}
 
 
@@ -62,9 +63,10 @@ def test_the_server_is_told_where_to_meet_and_what_comes(world: BroadcastWorld) 
         [join] = world.stub.bodies(JOIN)
         meeting = {"master_address": "127.0.0.1", "master_port": PORT, "rank_offset": 1, "world_size": 2}
         assert join["init_info"].items() >= meeting.items()
+        assert world.stub.paths("/shutdown_weight_transfer_engine", JOIN) == ["/shutdown_weight_transfer_engine", JOIN]
         world.stub.calls.clear()
         assert await engine.update_weights(7, world.publish("7", SHAPES)) == 7
-        assert world.stub.paths() == SWAP + RESUME
+        assert world.stub.paths() == UPDATE
         [said] = world.stub.bodies("/update_weights")
         info = said["update_info"]
         assert {name: tuple(shape) for name, shape in zip(info["names"], info["shapes"], strict=True)} == SHAPES
@@ -103,21 +105,62 @@ def test_weights_of_another_model_cost_no_pause(
     world.live(scene)
 
 
-def test_a_tied_head_may_come_or_not(world: BroadcastWorld) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_may_come_or_not_if_it_is_the_embedding(world: BroadcastWorld, tied: bool) -> None:
+    configuration = msgspec.json.decode(CONFIGURATION) | {"tie_word_embeddings": tied}
+    (world.model / "config.json").write_bytes(msgspec.json.encode(configuration))
+    world.publish("model", SHAPES | {"lm_head.weight": (8, 4)})
+
     async def scene(engine: VllmEngine) -> None:
         assert await engine.update_weights(1, world.publish("1", SHAPES | {"lm_head.weight": (8, 4)})) == 1
+        headless = world.publish("2", SHAPES)
+        if tied:
+            assert await engine.update_weights(2, headless) == 2
+        else:
+            with pytest.raises(EngineError, match=r"lm_head\.weight is missing"):
+                await engine.update_weights(2, headless)
 
     world.live(scene)
 
 
-async def spoilt(engine: VllmEngine, world: BroadcastWorld) -> None:
-    """It serves nothing any more, and cannot be had back by connecting again."""
-    with pytest.raises(EngineGoneError, match="what it serves now is unknown"):
+def test_a_damaged_file_costs_no_pause(world: BroadcastWorld) -> None:
+    async def scene(engine: VllmEngine) -> None:
+        damaged = world.publish("1", SHAPES)
+        (damaged / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not JSON")
+        with pytest.raises(
+            EngineError, match=r"cannot be given version 1: .*model\.safetensors is no safetensors file"
+        ):
+            await engine.update_weights(1, damaged)
+        assert "/pause" not in world.stub.paths()
+
+    world.live(scene)
+
+
+def test_a_sender_that_has_died_is_noticed_before_the_model_is_touched(world: BroadcastWorld) -> None:
+    async def scene(engine: VllmEngine) -> None:
+        for name in ("unreadable", "2"):
+            with pytest.raises(EngineError, match=r"(?s)engine-0-sender .* exited .*input/output error"):
+                await engine.update_weights(2, world.publish(name, SHAPES))
+        assert "/pause" not in world.stub.paths()
+        # So that it can be had back.
+        await engine.start("engine-0", world.folder)
+        assert await engine.update_weights(2, world.publish("2", SHAPES)) == 2
+
+    world.live(scene)
+
+
+async def spoilt(engine: VllmEngine, world: BroadcastWorld, why: str) -> None:
+    """It serves nothing any more, says why, and nobody can have it back by connecting again."""
+    account = f"(?s)what it serves now is unknown: .*{why}"
+    with pytest.raises(EngineGoneError, match=account):
         await engine.generate(request())
-    with pytest.raises(EngineError, match="may hold half of a version, since a broadcast to it has failed"):
-        await engine.start("engine-0", world.folder)
-    with pytest.raises(EngineError, match="may hold half of a version"):
-        await engine.start("engine-0", world.folder)
+    with pytest.raises(EngineError, match=account):
+        await engine.run()
+    for anyone in (engine, engine, VllmEngine(world.url, model=world.model, broadcast_from="127.0.0.1")):
+        world.stub.calls.clear()
+        with pytest.raises(EngineError, match="may hold half of a version, since a broadcast to it has failed"):
+            await anyone.start("engine-0", world.folder)
+        assert JOIN not in world.stub.paths()
     assert not world.stub.paused
 
 
@@ -125,7 +168,7 @@ def test_a_sender_that_dies_takes_the_engine_with_it(world: BroadcastWorld) -> N
     async def scene(engine: VllmEngine) -> None:
         with pytest.raises(EngineError, match=r"(?s)engine-0-sender .* exited .*unhandled system error of NCCL"):
             await engine.update_weights(1, world.publish("breaks", SHAPES))
-        await spoilt(engine, world)
+        await spoilt(engine, world, "unhandled system error of NCCL")
 
     world.live(scene)
 
@@ -137,7 +180,7 @@ def test_a_server_that_fails_once_its_model_was_touched_is_dead(world: Broadcast
         world.stub.faults[path] = [fault]
         with pytest.raises(EngineError, match=path):
             await engine.update_weights(1, world.publish("1", SHAPES))
-        await spoilt(engine, world)
+        await spoilt(engine, world, path)
 
     world.live(scene)
 
@@ -163,3 +206,5 @@ def test_a_server_that_expects_to_pull_is_refused(world: BroadcastWorld) -> None
 def test_weights_take_one_way(world: BroadcastWorld) -> None:
     with pytest.raises(ConfigError, match="pull_from and broadcast_from are both given"):
         VllmEngine("http://host", model=world.model, pull_from="host:4000", broadcast_from="10.0.0.1")
+    with pytest.raises(ConfigError, match=r"broadcast_from is '10\.0\.0\.1:4000'; .* without a port"):
+        VllmEngine("http://host", model=world.model, broadcast_from="10.0.0.1:4000")

@@ -41,7 +41,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_server, "_check_installed", lambda: None)
+    monkeypatch.setattr(vllm_server, "_check_installed", lambda transfer: None)
 
 
 def test_server_starts_stops_and_starts_again(model: Path, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_server_without_a_gpu_is_one_process_unless_it_is_to_be_several(
 ) -> None:
     monkeypatch.setattr("importlib.metadata.distributions", lambda name: [name] if installed else [])
     backend, variable = "--distributed-executor-backend", "VLLM_ENABLE_V1_MULTIPROCESSING"
-    alone, divided = VllmServer(model), VllmServer(model, arguments=["--tensor-parallel-size", "2"])
+    alone, divided = VllmServer(model), VllmServer(model, arguments=["--tensor_parallel_size", "2"])
     assert (backend in alone._command("engine-0", 8000)) == (variable in alone._variables()) == installed
     assert backend not in divided._command("engine-0", 8000)
     assert variable not in divided._variables()
@@ -177,8 +177,8 @@ def test_environment_without_vllm_or_plugin_is_told_what_to_install(monkeypatch:
     monkeypatch.undo()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="`make vllm` installs it"):
-        vllm_server._check_installed()
+        vllm_server._check_installed("staleflow")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **selected: [])
     with pytest.raises(ConfigError, match="would not find staleflow's plug-in"):
-        vllm_server._check_installed()
+        vllm_server._check_installed("staleflow")

@@ -14,10 +14,14 @@ class Join(msgspec.Struct, tag=True, frozen=True):
     packed_buffers: int
 
 
-class Broadcast(msgspec.Struct, tag=True, frozen=True):
-    """Send all parameters in a folder, in the order of its files' headers."""
+class Prepare(msgspec.Struct, tag=True, frozen=True):
+    """Have all parameters in a folder at hand, in the order of its files' headers."""
 
     folder: str
+
+
+class Broadcast(msgspec.Struct, tag=True, frozen=True):
+    """Send what was prepared."""
 
 
 class Done(msgspec.Struct, frozen=True):

@@ -11,20 +11,23 @@ import socket
 from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 import torch
 from vllm.distributed.weight_transfer.nccl_common import trainer_init
 from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-from staleflow.engines.nccl_messages import Broadcast, Done, Join
+from staleflow.engines.nccl_messages import Broadcast, Done, Join, Prepare
 from staleflow.engines.vllm_checkpoint import tensors_in
 from staleflow.process import Parent
 from staleflow.transfer.mapping import published_file
 
+ToSender: TypeAlias = Join | Prepare | Broadcast
 
-def session(parent: Parent[Join | Broadcast]) -> None:
+
+def session(parent: Parent[ToSender]) -> None:
     """Join, then send whenever told to."""
+    tensors: dict[str, torch.Tensor] = {}
     for message in parent:
         match message:
             case Join():
@@ -35,24 +38,28 @@ def session(parent: Parent[Join | Broadcast]) -> None:
                     {"master_address": message.address, "master_port": port, "world_size": message.world_size}
                 )
                 packed_bytes, packed_buffers = message.packed_bytes, message.packed_buffers
+            case Prepare():
+                files = [published_file(path) for path in sorted(Path(message.folder).glob("*.safetensors"))]
+                tensors = {name: tensor for file in files for name, tensor in tensors_in(file).items()}
             case Broadcast():
                 packed_nccl_broadcast_producer(
-                    iterator=_parameters(Path(message.folder)),
+                    iterator=_on_device(tensors),
                     group=group,
                     src=0,
                     post_iter_func=itemgetter(1),
                     buffer_size_bytes=packed_bytes,
                     num_buffers=packed_buffers,
                 )
+                # The next version does not wait for the memory of this one.
+                tensors = {}
             case _:
                 assert_never(message)
         parent.send(Done())
 
 
-def _parameters(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        for name, tensor in tensors_in(published_file(path)).items():
-            yield name, tensor.to(torch.accelerator.current_accelerator(), non_blocking=True)
+def _on_device(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors.items():
+        yield name, tensor.to(torch.accelerator.current_accelerator(), non_blocking=True)
 
 
 def _free_port(address: str) -> int:
@@ -62,4 +69,4 @@ def _free_port(address: str) -> int:
 
 
 if __name__ == "__main__":
-    Parent.serve(Join | Broadcast, session)  # type: ignore[arg-type]
+    Parent.serve(ToSender, session)  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ class VllmEngine:
             GPU here by vLLM's own backend ``nccl``, in place of being pulled; a server that is started elsewhere needs
             ``--weight-transfer-config '{"backend": "nccl"}'`` and no plug-in, and vLLM must be installed here too.
             The pause is longer, as it includes the transfer, and an update that fails in it ends the engine.
-        broadcast_device: the GPU to broadcast from.
+        broadcast_device: the GPU to broadcast from, which must not be one of the server's.
         request_timeout_s: after which a request that is not answered fails.
         update_timeout_s: for pulling a version, and again for swapping it in.
         unhealthy_after_s: without an answer of the server for so long, the engine is dead.
@@ -124,6 +124,10 @@ class VllmEngine:
             raise ConfigError(f"pull_from is {pull_from!r}; it must be 'host:port'")
         if pull_from is not None and broadcast_from is not None:
             raise ConfigError("pull_from and broadcast_from are both given; weights take one way")
+        if broadcast_from is not None and (not broadcast_from or _is_address(broadcast_from)):
+            raise ConfigError(
+                f"broadcast_from is {broadcast_from!r}; it must be an address of this host, without a port"
+            )
         for name, value in (
             ("request_timeout_s", request_timeout_s),
             ("update_timeout_s", update_timeout_s),
@@ -230,7 +234,13 @@ class VllmEngine:
                 "computes them at temperature 1"
             )
         requests, _ = self._alive()
-        return await requests.generate(request)
+        try:
+            return await requests.generate(request)
+        except EngineGoneError as error:
+            if isinstance(self._server, str):
+                # Of a process of its own there would be more to tell.
+                self._die(error)
+            raise
 
     async def interrupt(self, request_id: str) -> None:
         """Have a request end with the tokens sampled so far, maybe none, as ``"interrupted"``.
@@ -241,10 +251,11 @@ class VllmEngine:
             await self._requests.interrupt(request_id)
 
     async def update_weights(self, version: int, weights: Path) -> int:
-        """Pull a version while the server generates, then swap it in during a pause; running requests keep their cache.
+        """Let the server have a version; running requests keep their cache.
 
-        Returns the version that the server confirms. Raises :class:`EngineError`; unless the engine is dead then, the
-        server goes on with the weights that it had.
+        What is pulled is pulled while it generates, and swapped in during a pause; a broadcast takes place in the
+        pause. Returns the version that the server confirms. Raises :class:`EngineError`; unless the engine is dead
+        then, the server goes on with the weights that it had.
         """
         _, updates = self._alive()
         return await updates.update(version, weights)
@@ -266,7 +277,7 @@ class VllmEngine:
         return await self._api.load()
 
     async def stop(self) -> None:
-        """Hang up, leaving the server unpaused; end it if it was started here. Idempotent."""
+        """Hang up, leaving the server unpaused if it can be; end it if it was started here. Idempotent."""
         await self._hang_up()
         if not isinstance(self._server, str):
             await self._server.stop()
@@ -279,7 +290,7 @@ class VllmEngine:
 
         backend = BACKEND if self.settings.broadcast_from is None else NCCL
         served = await check_server(api, self.model, self.tokenizer, backend=backend)
-        carrier = await self._carrier(api, served.workers, log_folder)
+        carrier = self._carrier(api, served.workers, log_folder)
         # A server that was started anew knows nothing of what happened to the one before.
         before = self._updates if isinstance(self._server, str) else None
         updates = WeightUpdates(api, carrier, timeout_s=self.settings.update_timeout_s, die=self._die)
@@ -299,12 +310,12 @@ class VllmEngine:
         )
         await check_first_answer(api, self._requests, self.model)
 
-    async def _carrier(self, api: "VllmApi", workers: int, log_folder: Path) -> "Carrier":
+    def _carrier(self, api: "VllmApi", workers: int, log_folder: Path) -> "Carrier":
         from staleflow.engines.vllm_carriers import NcclBroadcast, Pull
 
         if self.settings.broadcast_from is None:
             return Pull(api, self.settings.pull_from)
-        return await NcclBroadcast.connect(
+        return NcclBroadcast(
             api,
             self.model,
             address=self.settings.broadcast_from,

@@ -247,6 +247,14 @@ class VllmApi:
         """Have every worker join a group that weights are broadcast in; answered when all have."""
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s=JOIN_TIMEOUT_S)
 
+    async def shutdown_weight_transfer(self) -> None:
+        """Have every worker leave that group, if it is in one."""
+        await self._call("POST", "/shutdown_weight_transfer_engine")
+
+    async def name_weights(self, label: str) -> None:
+        """Change the name of the weights that it serves, and nothing else."""
+        await self._call("POST", "/update_weight_version", {"new_version": label})
+
     async def start_weight_update(self) -> None:
         """Announce new weights."""
         await self._call("POST", "/start_weight_update")

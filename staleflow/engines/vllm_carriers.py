@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from staleflow.abandon import abandon
-from staleflow.engines.nccl_messages import Broadcast, Done, Join
+from staleflow.engines.nccl_messages import Broadcast, Done, Join, Prepare
 from staleflow.engines.vllm_api import VllmApi
 from staleflow.engines.vllm_checkpoint import (
     Parameter,
     check_shapes,
     checkpoint_files,
     dtype_name,
+    is_tied,
     parameters_in,
     shapes_in,
 )
@@ -29,7 +30,8 @@ FIRST_PREFETCH_WAIT_S = 0.01
 LONGEST_PREFETCH_WAIT_S = 0.5
 PACKED_BYTES = 256 << 20
 PACKED_BUFFERS = 2
-"""What each worker needs besides the model while it receives, is so many times as much."""
+"""What each worker needs besides the model while it receives is so many times as much, or more: a buffer also takes the
+parameter with which it overflows."""
 
 
 class Carrier(Protocol):
@@ -37,6 +39,9 @@ class Carrier(Protocol):
 
     changes_at_once: bool
     """Whether announcing an update changes the model, so that one which fails after that has spoilt it."""
+
+    async def open(self) -> None:
+        """Make the way, once it is known what the server serves. Raises :class:`EngineError`."""
 
     async def prepare(self, version: int, folder: Path) -> None:
         """Do what can be done while the server generates. Raises :class:`EngineError`, and nothing has changed."""
@@ -61,6 +66,9 @@ class Pull:
     def __init__(self, api: VllmApi, pull_from: str | None) -> None:
         self._api = api
         self._pull_from = pull_from
+
+    async def open(self) -> None:
+        """There is nothing to make."""
 
     async def prepare(self, version: int, folder: Path) -> None:
         """Have every worker pull, and return when all have."""
@@ -98,46 +106,47 @@ class NcclBroadcast:
     Args:
         api: the server.
         model: folder of the model that it serves.
-        child: :data:`SENDER`.
+        address: of this host, where the child and the workers meet.
+        device: the GPU that the child sends from.
+        workers: how many there are.
+        log_folder: where the child writes its log.
     """
 
     changes_at_once = True
 
-    def __init__(self, api: VllmApi, model: Path, child: Child[Done]) -> None:
+    def __init__(self, api: VllmApi, model: Path, *, address: str, device: str, workers: int, log_folder: Path) -> None:
         self._api = api
         self._model = model
-        self._child = child
+        self._join = Join(address, device, workers + 1, PACKED_BYTES, PACKED_BUFFERS)
+        self._log_folder = log_folder
+        self._sender: Child[Done] | None = None
         self._parameters: dict[str, Parameter] = {}
 
-    @classmethod
-    async def connect(
-        cls, api: VllmApi, model: Path, *, address: str, device: str, workers: int, log_folder: Path
-    ) -> "NcclBroadcast":
-        """Let the child and the workers meet at an address of this host. Raises :class:`EngineError`."""
-        child = await Child.spawn(
-            f"{api.name}-sender",
+    async def open(self) -> None:
+        """Let the child and the workers meet."""
+        join = self._join
+        self._sender = sender = await Child.spawn(
+            f"{self._api.name}-sender",
             SENDER,
-            log_path=log_folder / f"{api.name}-sender.log",
+            log_path=self._log_folder / f"{self._api.name}-sender.log",
             receives=Done,
             error=EngineError,
         )
-        try:
-            await child.send(Join(address, device, workers + 1, PACKED_BYTES, PACKED_BUFFERS))
-            meeting = {"master_address": address, "master_port": (await child.receive()).port}
-            group = {"rank_offset": 1, "world_size": workers + 1}
-            wire = {"packed": True, "packed_buffer_size_bytes": PACKED_BYTES, "packed_num_buffers": PACKED_BUFFERS}
-            await _both(api.init_weight_transfer(meeting | group | wire), child.receive())
-        except BaseException:
-            await child.stop()
-            raise
-        return cls(api, model, child)
+        await sender.send(join)
+        meeting = {"master_address": join.address, "master_port": (await sender.receive()).port}
+        group = {"rank_offset": 1, "world_size": join.world_size}
+        wire = {"packed": True, "packed_buffer_size_bytes": PACKED_BYTES, "packed_num_buffers": PACKED_BUFFERS}
+        # Of an earlier connection, if there was one.
+        await self._api.shutdown_weight_transfer()
+        await _both(self._api.init_weight_transfer(meeting | group | wire), sender.receive())
 
     async def prepare(self, version: int, folder: Path) -> None:
-        """See that these are weights of the model: in the middle of a broadcast it would be too late."""
+        """See that these are weights of the model, and that the child has them: later it would be too late."""
         try:
             self._parameters = await asyncio.to_thread(self._checked, folder)
         except WeightsError as error:
             raise EngineError(f"{self._api.name} cannot be given version {version}: {error}") from error
+        await self._ask(Prepare(str(folder)))
 
     async def hand_over(self, version: int, folder: Path) -> None:
         """Send while the workers receive."""
@@ -146,19 +155,23 @@ class NcclBroadcast:
             "dtype_names": [dtype_name(*entry) for entry in self._parameters.items()],
             "shapes": [list(parameter.shape) for parameter in self._parameters.values()],
         }
-        await self._child.send(Broadcast(str(folder)))
-        await _both(self._api.update_weights(info), self._child.receive())
+        await _both(self._api.update_weights(info), self._ask(Broadcast()))
 
     async def close(self) -> None:
         """End the child."""
-        await self._child.stop()
+        if self._sender is not None:
+            await self._sender.stop()
+
+    async def _ask(self, message: Prepare | Broadcast) -> None:
+        assert self._sender is not None
+        await self._sender.send(message)
+        await self._sender.receive()
 
     def _checked(self, folder: Path) -> dict[str, Parameter]:
         served = shapes_in(checkpoint_files(str(self._model), None))
         parameters = parameters_in(sorted(folder.glob("*.safetensors")))
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        # A head that is tied to the embedding may be there or not.
-        check_shapes(shapes, served, {"lm_head.weight"} & (served.keys() ^ shapes.keys()))
+        check_shapes(shapes, served, {"lm_head.weight"} if is_tied(self._model) else set())
         for entry in parameters.items():
             dtype_name(*entry)
         return parameters

@@ -40,12 +40,20 @@ def header(text: bytes) -> dict[str, Parameter]:
 
 
 def parameters_in(paths: Iterable[Path]) -> dict[str, Parameter]:
-    """The parameters in files, of which only the headers are read."""
+    """The parameters in files, of which only the headers are read. Raises :class:`WeightsError`."""
     found: dict[str, Parameter] = {}
     for path in paths:
-        with path.open("rb") as file:
-            found |= header(file.read(int.from_bytes(file.read(LENGTH_BYTES), "little")))
+        try:
+            with path.open("rb") as file:
+                found |= header(file.read(int.from_bytes(file.read(LENGTH_BYTES), "little")))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise WeightsError(f"{path} is no safetensors file: {error}") from error
     return found
+
+
+def is_tied(model: Path) -> bool:
+    """Whether the output head of a model is its embedding, so that a checkpoint may hold it twice or once."""
+    return bool(json.loads((model / "config.json").read_bytes()).get("tie_word_embeddings", False))
 
 
 def dtype_name(name: str, parameter: Parameter) -> str:

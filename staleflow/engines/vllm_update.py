@@ -23,6 +23,8 @@ from staleflow.errors import EngineError, EngineReplyError, EngineStatusError, E
 RESUME_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 RETRY_S = 0.25
+BROADCASTING = "broadcasting-"
+"""Begins the name of weights that are being overwritten; what has such a name may be half of a version."""
 LEFT_OPEN = "already active"
 """What a server says of an update that its client has broken off."""
 
@@ -58,12 +60,12 @@ class WeightUpdates:
         Raises :class:`EngineError` if that is neither what it was started with nor what it had confirmed.
         """
         label = await self._api.weight_label()
-        version = version_of(label)
-        if before is not None and before.unknown and self._carrier.changes_at_once:
+        if label.startswith(BROADCASTING):
             raise EngineError(
                 f"{self._api.name} at {self._api.url} may hold half of a version, since a broadcast to it has failed: "
-                "restart that server, and resume the run"
+                "restart that server, so that it serves the initial weights"
             )
+        version = version_of(label)
         confirmed = before is not None and not before.unknown and label == label_of(before.version)
         if version != 0 and not confirmed:
             raise EngineError(
@@ -75,11 +77,12 @@ class WeightUpdates:
             # Whoever has paused it died before resuming it.
             self._may_be_paused = True
             await self._resume()
+        await self._carrier.open()
 
     async def update(self, version: int, folder: Path) -> int:
         """Let the server serve a version; returns it once the server has confirmed it."""
         async with self.lock:
-            async with self._deadline("pull", version):
+            async with self._deadline("prepare", version):
                 await self._carrier.prepare(version, folder)
             async with self._pausing(), self._deadline("swap in", version):
                 await self._swap(version, folder)
@@ -130,7 +133,11 @@ class WeightUpdates:
         self._dead = True
 
     async def _swap(self, version: int, folder: Path) -> None:
-        self.unknown = self._carrier.changes_at_once
+        if self._carrier.changes_at_once:
+            # Whoever connects after a failure must not take it for what it was.
+            await self._api.name_weights(f"{BROADCASTING}{version}")
+            self.unknown = True
+        why = "the update was broken off"
         try:
             await self._announce()
             await self._carrier.hand_over(version, folder)
@@ -146,11 +153,13 @@ class WeightUpdates:
                 raise EngineError(f"{self._api.name} serves weights {confirmed!r} after it was given version {version}")
             self.version = version
             self.unknown = False
+        except EngineError as error:
+            why = str(error)
+            raise
         finally:
             if self.unknown:
-                self._die(
-                    EngineError(f"{self._api.name} did not confirm version {version}; what it serves now is unknown")
-                )
+                what = f"{self._api.name} did not confirm version {version}; what it serves now is unknown"
+                self._die(EngineError(f"{what}: {why}"))
 
     async def _announce(self) -> None:
         try:

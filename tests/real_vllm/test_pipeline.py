@@ -256,7 +256,9 @@ class WaitsForServers(Publishes):
         return await super().step(batch)
 
 
-def test_servers_that_are_killed_cost_time_and_nothing_else(models: Models, tmp_path: Path) -> None:
+def test_servers_that_are_killed_cost_time_and_nothing_else(
+    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = models.folder(0)
     servers = [VllmServer(folder) for _ in range(2)]
     engines = [VllmEngine(server, model=folder, temperature=0.0) for server in servers]
@@ -270,7 +272,9 @@ def test_servers_that_are_killed_cost_time_and_nothing_else(models: Models, tmp_
     lives = [(type(event), event.engine) for event in events if isinstance(event, EngineDied | EngineRestarted)]
     assert lives[:2] == [(EngineDied, 0), (EngineRestarted, 0)]
     assert sorted(engine for _, engine in lives[2:]) == [0, 0, 1, 1]
-    assert all("SIGKILL" in event.cause for event in events if isinstance(event, EngineDied))
+    accounts = [record.getMessage() for record in caplog.records if "is started again" in record.getMessage()]
+    assert len(accounts) == 3
+    assert all("was ended by SIGKILL. Last lines of" in account for account in accounts)
     served_again = {
         event.engine
         for place, event in enumerate(events)

@@ -91,7 +91,7 @@ format: setup ## format all sources
 bench: setup ## what the core costs here, beside baselines of the same run; options in ARGS, e.g. make bench ARGS=--quick
 	$(BIN)/staleflow bench $(ARGS)
 
-bench-vllm: vllm ## what the pipeline costs beside a real vLLM server; about a quarter of an hour; options in ARGS
+bench-vllm: vllm ## what the pipeline costs beside a real vLLM server; about twenty minutes; options in ARGS
 	$(BIN)/python benches/vllm_engines.py $(ARGS)
 
 sweep: setup ## what staleness does to learning, per bound and loss; long, but can be interrupted; options in ARGS

@@ -288,7 +288,7 @@ def memory_copies_per_second(size: int, samples: int) -> float:
 
 
 async def weight_updates(size: Size, samples: int) -> list[str]:
-    """Rows of a table."""
+    """What was updated, and the rows of a table."""
     rows = []
     before: WeightUpdates | None = None
     weights = staleflow.TcpParameterServer("127.0.0.1", secret=SECRET)
@@ -316,7 +316,7 @@ async def weight_updates(size: Size, samples: int) -> list[str]:
         finally:
             weights.close()
     what = f"{size}, {total / 1e6:.0f} MB in float32; one thread copies memory at {copies / 1e9:.1f} GB/s here."
-    return [what, "", *rows]
+    return [what, *rows]
 
 
 @asynccontextmanager
@@ -376,7 +376,7 @@ def measured(part: str, samples: int) -> list[str]:
     _, _, head = HEADS[part]
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         if part == "updates":
-            what, _, *rows = runner.run(weight_updates(SMOLLM, samples))
+            what, *rows = runner.run(weight_updates(SMOLLM, samples))
             return [what, "", head, *rows]
         return [head, *(row for load in LOADS for row in runner.run(tokens_per_second(load, samples)))]
 

@@ -18,9 +18,8 @@ from vllm.distributed.weight_transfer.nccl_common import trainer_init
 from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
 from staleflow.engines.nccl_messages import Broadcast, Done, Join, Prepare
-from staleflow.engines.vllm_checkpoint import tensors_in
+from staleflow.engines.vllm_checkpoint import published_tensors
 from staleflow.process import Parent
-from staleflow.transfer.mapping import published_file
 
 ToSender: TypeAlias = Join | Prepare | Broadcast
 
@@ -39,8 +38,7 @@ def session(parent: Parent[ToSender]) -> None:
                 )
                 packed_bytes, packed_buffers = message.packed_bytes, message.packed_buffers
             case Prepare():
-                files = [published_file(path) for path in sorted(Path(message.folder).glob("*.safetensors"))]
-                tensors = {name: tensor for file in files for name, tensor in tensors_in(file).items()}
+                tensors = published_tensors(Path(message.folder))
             case Broadcast():
                 packed_nccl_broadcast_producer(
                     iterator=_on_device(tensors),

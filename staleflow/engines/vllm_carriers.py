@@ -14,7 +14,6 @@ from staleflow.abandon import abandon
 from staleflow.engines.nccl_messages import Broadcast, Done, Join, Prepare
 from staleflow.engines.vllm_api import VllmApi
 from staleflow.engines.vllm_checkpoint import (
-    Parameter,
     check_shapes,
     checkpoint_files,
     dtype_name,
@@ -120,7 +119,8 @@ class NcclBroadcast:
         self._join = Join(address, device, workers + 1, PACKED_BYTES, PACKED_BUFFERS)
         self._log_folder = log_folder
         self._sender: Child[Done] | None = None
-        self._parameters: dict[str, Parameter] = {}
+        self._prepared: dict[str, list[Any]] = {}
+        """What the server is told of the version that was prepared."""
 
     async def open(self) -> None:
         """Let the child and the workers meet."""
@@ -143,19 +143,14 @@ class NcclBroadcast:
     async def prepare(self, version: int, folder: Path) -> None:
         """See that these are weights of the model, and that the child has them: later it would be too late."""
         try:
-            self._parameters = await asyncio.to_thread(self._checked, folder)
+            self._prepared = await asyncio.to_thread(self._checked, folder)
         except WeightsError as error:
             raise EngineError(f"{self._api.name} cannot be given version {version}: {error}") from error
         await self._ask(Prepare(str(folder)))
 
     async def hand_over(self, version: int, folder: Path) -> None:
         """Send while the workers receive."""
-        info = {
-            "names": list(self._parameters),
-            "dtype_names": [dtype_name(*entry) for entry in self._parameters.items()],
-            "shapes": [list(parameter.shape) for parameter in self._parameters.values()],
-        }
-        await _both(self._api.update_weights(info), self._ask(Broadcast()))
+        await _both(self._api.update_weights(self._prepared), self._ask(Broadcast()))
 
     async def close(self) -> None:
         """End the child."""
@@ -167,14 +162,16 @@ class NcclBroadcast:
         await self._sender.send(message)
         await self._sender.receive()
 
-    def _checked(self, folder: Path) -> dict[str, Parameter]:
+    def _checked(self, folder: Path) -> dict[str, list[Any]]:
         served = shapes_in(checkpoint_files(str(self._model), None))
         parameters = parameters_in(sorted(folder.glob("*.safetensors")))
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         check_shapes(shapes, served, {"lm_head.weight"} if is_tied(self._model) else set())
-        for entry in parameters.items():
-            dtype_name(*entry)
-        return parameters
+        return {
+            "names": list(parameters),
+            "dtype_names": [dtype_name(*entry) for entry in parameters.items()],
+            "shapes": [list(shape) for shape in shapes.values()],
+        }
 
 
 async def _both(server: Coroutine[Any, Any, object], sender: Coroutine[Any, Any, object]) -> None:

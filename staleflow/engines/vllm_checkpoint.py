@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from staleflow.errors import WeightsError
+from staleflow.transfer.mapping import published_file
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +80,14 @@ def tensors_in(file: memoryview) -> "dict[str, torch.Tensor]":
             flat = torch.frombuffer(data[parameter.start : parameter.end], dtype=dtype)
         tensors[name] = flat.reshape(parameter.shape)
     return tensors
+
+
+def published_tensors(folder: Path) -> "dict[str, torch.Tensor]":
+    """The tensors of a published version, mapped, in the order of its files and their headers."""
+    files = [published_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    if not files:
+        raise WeightsError(f"there are no weights in {folder}")
+    return {name: tensor for file in files for name, tensor in tensors_in(file).items()}
 
 
 def checkpoint_files(model: str, revision: str | None) -> list[Path]:

@@ -24,11 +24,17 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from staleflow.engines.vllm_checkpoint import Shapes, check_shapes, checkpoint_files, shapes_in, tensors_in
+from staleflow.engines.vllm_checkpoint import (
+    Shapes,
+    check_shapes,
+    checkpoint_files,
+    published_tensors,
+    shapes_in,
+    tensors_in,
+)
 from staleflow.engines.vllm_plugin import SECRET_VARIABLE
 from staleflow.errors import WeightsError
 from staleflow.transfer.client import Memory, pull
-from staleflow.transfer.mapping import published_file
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -177,12 +183,8 @@ class _Pull:
         self.progress.state = state
 
     def _mapped(self, folder: Path) -> dict[str, torch.Tensor]:
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise WeightsError(f"there are no weights in {folder}")
-        self._report(*[sum(path.stat().st_size for path in paths)] * 2)
-        files = [published_file(path) for path in paths]
-        return {name: tensor for file in files for name, tensor in tensors_in(file).items()}
+        self._report(*[sum(path.stat().st_size for path in folder.glob("*.safetensors"))] * 2)
+        return published_tensors(folder)
 
     def _pulled(self) -> dict[str, torch.Tensor]:
         assert self.source.address is not None

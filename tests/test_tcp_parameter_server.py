@@ -4,16 +4,20 @@ import errno
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from network import Cut, Damage, proxied
 
 from staleflow.errors import ConfigError, WeightsError
+from staleflow.parameter_server import tcp
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
 from staleflow.parameter_server.tcp import TcpParameterServer
 from staleflow.transfer import client, wire
@@ -28,15 +32,17 @@ PATIENCE_S = 30.0
 
 
 class Weights(SharedMemoryParameterServer):
-    """Says when a pull of it has ended."""
+    """Says when a pull of it has ended; ``pullers`` begin together."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        self.pullers = threading.Barrier(1)
         self.released = threading.Event()
 
     @contextmanager
     def pulling(self, version: int) -> Iterator[Path]:
         with super().pulling(version) as folder:
+            self.pullers.wait(PATIENCE_S)
             yield folder
         self.released.set()
 
@@ -273,6 +279,26 @@ def test_puller_that_does_not_read_delays_neither_a_publish_nor_another_puller(w
         server.close()
 
 
+def test_connections_of_one_pull_that_ask_at_once_share_its_lease(
+    server: TcpParameterServer, weights: Weights, here: Path
+) -> None:
+    publish(server, 1)
+    weights.pullers = threading.Barrier(2)
+
+    def pull_one_chunk() -> bytes:
+        with quiet_puller(server, wire.Want(0, 1)) as connection:
+            sent = bytearray(SENT_BYTES)
+            wire.receive_into(connection, memoryview(sent))
+            return bytes(sent)
+
+    with ThreadPoolExecutor() as pool:
+        one, other = (pulled.result() for pulled in [pool.submit(pull_one_chunk) for _ in range(2)])
+    assert one == other
+    for version in (2, 3, 4):
+        publish(server, version)
+    assert weights.versions == (1, 3, 4)
+
+
 def test_version_is_kept_for_a_puller_whose_connection_broke(server: TcpParameterServer, weights: Weights) -> None:
     publish(server, 1)
     with quiet_puller(server):
@@ -291,16 +317,44 @@ def test_version_is_let_go_when_the_puller_is_done(server: TcpParameterServer, w
     assert weights.versions == (3, 4)
 
 
-def test_version_is_let_go_when_the_lease_of_a_dead_puller_is_over(weights: Weights) -> None:
-    server = TcpParameterServer("127.0.0.1", secret=SECRET, weights=weights, lease_s=0.05)
+class Timers:
+    """Stands in for :class:`threading.Timer` and for the clock. What was started goes off when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.started: list[Callable[[], None]] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def timer(self, seconds: float, function: Callable[[str], None], arguments: list[str]) -> Any:
+        return SimpleNamespace(start=lambda: self.started.append(partial(function, *arguments)), cancel=lambda: None)
+
+    def go_off_at(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.started.pop()()
+
+
+def test_version_is_let_go_when_the_lease_of_a_dead_puller_is_over(
+    server: TcpParameterServer, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers = Timers()
+    monkeypatch.setattr(tcp, "time", SimpleNamespace(monotonic=timers.monotonic))
+    monkeypatch.setattr(threading, "Timer", timers.timer)
     publish(server, 1)
     with quiet_puller(server) as connection:
-        assert weights.released.wait(PATIENCE_S)
+        timers.now_s = 30.0
+        with quiet_puller(server, wire.Want(0, 1), wire.Want(1, 0)) as renewing:
+            while renewing.recv(SENT_BYTES):
+                pass
+        timers.go_off_at(60.0)
         for version in (2, 3, 4):
             publish(server, version)
-        assert weights.versions == (3, 4)
+        assert weights.versions == (1, 3, 4)
+        timers.go_off_at(90.0)
         assert connection.recv(1) == b""
-    server.close()
+        publish(server, 5)
+        assert list(weights.versions) == [4, 5]
 
 
 def test_closing_ends_pulls_and_removes_the_weights(weights: Weights, here: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -153,24 +153,35 @@ class TcpParameterServer:
     def _join_lease(self, ask: wire.Ask, connection: socket.socket) -> "_Lease":
         """The lease of this name, made if need be. Raises ``KeyError`` when the version cannot be pulled."""
         with self._lock:
-            lease = self._leases.get(ask.lease)
-            if lease is not None and lease.version == ask.version:
-                lease.connections.append(connection)
-                return lease
+            lease = self._joined(ask, connection)
         if lease is not None:
-            raise KeyError(f"lease {ask.lease} is on version {lease.version}")
+            return lease
         with ExitStack() as hold:
             folder = hold.enter_context(self._weights.pulling(ask.version))
             with self._lock:
                 others = [other.contents for other in self._leases.values() if other.version == ask.version]
             contents = others[0] if others else _Contents(folder, self._chunk_bytes)
-            lease = _Lease(ask.version, contents, time.monotonic() + self._lease_s, [connection])
             with self._lock:
-                if self._closed or ask.lease in self._leases:
-                    raise KeyError(f"version {ask.version} cannot be pulled just now")
-                lease.hold = hold.pop_all()
+                if self._closed:
+                    raise KeyError("the parameter server is closed")
+                # Another connection of the same pull may have been faster.
+                lease = self._joined(ask, connection)
+                if lease is not None:
+                    return lease
+                expires_s = time.monotonic() + self._lease_s
+                lease = _Lease(ask.version, contents, expires_s, [connection], hold.pop_all())
                 self._leases[ask.lease] = lease
         self._watch(ask.lease)
+        return lease
+
+    def _joined(self, ask: wire.Ask, connection: socket.socket) -> "_Lease | None":
+        """The lease of this name, with the connection on it; None if there is none yet. The lock is held."""
+        lease = self._leases.get(ask.lease)
+        if lease is None:
+            return None
+        if lease.version != ask.version:
+            raise KeyError(f"lease {ask.lease} is on version {lease.version}")
+        lease.connections.append(connection)
         return lease
 
     def _watch(self, name: str) -> None:
@@ -231,7 +242,7 @@ class _Lease:
     contents: _Contents
     expires_s: float
     connections: list[socket.socket]
-    hold: ExitStack = field(default_factory=ExitStack)
+    hold: ExitStack
     timer: threading.Timer | None = None
 
 

@@ -20,7 +20,7 @@ from staleflow.recorder import Recorder
 from staleflow.store import Group, TrajectoryStore
 from staleflow.tasks import TaskSource
 from staleflow.types import SyncMode, Task, TaskData
-from staleflow.weight_sync import WeightSync
+from staleflow.weight_sync import BegunSync, WeightSync
 
 LISTED = 4
 """How many groups a sentence spells out."""
@@ -153,8 +153,9 @@ class Rollouts(Generic[TaskData]):
             case Admit(engine):
                 self._admit(self._fleet.version(engine))
             case Sync(engine, version, mode):
-                if self._begin_sync(engine, version, mode):
-                    self._spawn(self._sync(engine, version, mode), f"sync {engine}")
+                sync = self._begin_sync(engine, version, mode)
+                if sync is not None:
+                    self._spawn(self._sync(sync), f"sync {engine}")
             case Migrate(request_id, engine):
                 self._spawn(self._fleet.migrate(request_id, engine), f"migrate {request_id}")
             case _:
@@ -177,15 +178,16 @@ class Rollouts(Generic[TaskData]):
         """Have every engine that is there pull a version, whatever the coordinator would do."""
         async with asyncio.TaskGroup() as syncing:
             for engine in range(len(self._fleet.engines)):
-                if self._begin_sync(engine, version, "keep"):
-                    syncing.create_task(self._sync(engine, version, "keep"))
+                sync = self._begin_sync(engine, version, "keep")
+                if sync is not None:
+                    syncing.create_task(self._sync(sync))
 
-    def _begin_sync(self, engine: int, version: int, mode: SyncMode) -> bool:
+    def _begin_sync(self, engine: int, version: int, mode: SyncMode) -> BegunSync | None:
         begun = self._weight_sync.begin(engine, version, mode)
-        if begun:
+        if begun is not None:
             self._recorder.event(SyncBegan(self._recorder.t(), engine, version, mode))
         return begun
 
-    async def _sync(self, engine: int, version: int, mode: SyncMode) -> None:
-        if await self._weight_sync.carry_out(engine, version, mode):
-            self._recorder.event(Synced(self._recorder.t(), engine, version))
+    async def _sync(self, sync: BegunSync) -> None:
+        if await self._weight_sync.carry_out(sync):
+            self._recorder.event(Synced(self._recorder.t(), sync.engine, sync.version))

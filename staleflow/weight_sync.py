@@ -1,14 +1,15 @@
 """Weight sync: carries a published version to one engine, after what its mode asks for.
 
-Invariant: in every mode but ``keep``, weights are touched only when the engine runs nothing and takes nothing. An
+Invariant: in every mode but ``keep``, weights are touched only when the engine runs nothing and takes nothing. The
+version stays pullable from the moment at which the sync begins, whatever is published before it is carried out. An
 update counts only if the engine confirms it in the life in which it was asked for it; an engine whose update fails is
 dead (``docs/design/engines.md``).
 """
 
 import asyncio
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from staleflow.abandon import abandon, done_or_set
 from staleflow.coordinator import Health
@@ -22,6 +23,17 @@ UPDATE_TIMEOUT_S = 600.0
 QUIESCE_TIMEOUT_S = 60.0
 """An engine that has not let go of its requests by then is taken for dead."""
 INTERRUPT_AGAIN_S = 1.0
+
+
+class BegunSync(NamedTuple):
+    """A sync that is to be carried out: of an engine of this epoch, with weights that stay until ``pull`` is closed."""
+
+    engine: int
+    version: int
+    mode: SyncMode
+    epoch: int
+    weights: Path
+    pull: ExitStack
 
 
 class WeightSync:
@@ -38,55 +50,57 @@ class WeightSync:
         self._weights = weights
         self._drain_timeout_s = drain_timeout_s
 
-    def begin(self, engine: int, version: int, mode: SyncMode) -> bool:
-        """Mark an engine as syncing; False if it is not there, syncs already or is held at another version.
+    def begin(self, engine: int, version: int, mode: SyncMode) -> BegunSync | None:
+        """Mark an engine as syncing; None if it is not there, syncs already or is held at another version.
 
-        In mode ``keep`` it goes on serving, at its old version as far as anyone may believe.
+        In mode ``keep`` it goes on serving, at its old version as far as anyone may believe. Raises ``KeyError`` when
+        the version cannot be pulled.
         """
         state = self._fleet.states[engine]
         if state.health not in (Health.HEALTHY, Health.STALE) or state.held_at not in (None, version):
-            return False
+            return None
+        pull = ExitStack()
+        begun = BegunSync(engine, version, mode, state.epoch, pull.enter_context(self._weights.pulling(version)), pull)
         state.begin_sync(mode)
-        return True
+        return begun
 
-    async def carry_out(self, engine: int, version: int, mode: SyncMode) -> bool:
-        """Let an engine that was marked pull a version; returns whether it has confirmed it."""
-        state = self._fleet.states[engine]
-        epoch = state.epoch
-        if state.health is not Health.SYNCING:
-            # It has died since it was marked.
-            return False
-        updating = asyncio.ensure_future(self._update(state, version, mode))
-        try:
-            await done_or_set(updating, state.died)
-            if state.epoch == epoch:
-                updating.result()
-                self._fleet.confirmed(state, version)
-        except EngineError as error:
-            self._fleet.died(state, error)
-        finally:
-            abandon(updating)
-        return state.epoch == epoch
-
-    async def _update(self, state: EngineState, version: int, mode: SyncMode) -> None:
-        """Raises :class:`EngineError` when the engine confirms another version, or nothing."""
-        with self._weights.pulling(version) as weights:
-            await self._quiesce(state, mode)
+    async def carry_out(self, sync: BegunSync) -> bool:
+        """Let the engine pull the version; returns whether it has confirmed it."""
+        state = self._fleet.states[sync.engine]
+        with sync.pull:
+            if state.epoch != sync.epoch:
+                # It has died meanwhile.
+                return False
+            updating = asyncio.ensure_future(self._update(state, sync))
             try:
-                async with asyncio.timeout(UPDATE_TIMEOUT_S):
-                    confirmed = await self._swap(state, version, weights)
-            except TimeoutError:
-                raise EngineError(
-                    f"{state.name} did not confirm version {version} within {UPDATE_TIMEOUT_S:.0f} s"
-                ) from None
-        if confirmed != version:
-            raise EngineError(f"{state.name} confirmed version {confirmed} after it was told to pull {version}")
+                await done_or_set(updating, state.died)
+                if state.epoch == sync.epoch:
+                    updating.result()
+                    self._fleet.confirmed(state, sync.version)
+            except EngineError as error:
+                self._fleet.died(state, error)
+            finally:
+                abandon(updating)
+        return state.epoch == sync.epoch
 
-    async def _swap(self, state: EngineState, version: int, weights: Path) -> int:
+    async def _update(self, state: EngineState, sync: BegunSync) -> None:
+        """Raises :class:`EngineError` when the engine confirms another version, or nothing."""
+        await self._quiesce(state, sync.mode)
         try:
-            return await state.engine.update_weights(version, weights)
+            async with asyncio.timeout(UPDATE_TIMEOUT_S):
+                confirmed = await self._swap(state, sync)
+        except TimeoutError:
+            raise EngineError(
+                f"{state.name} did not confirm version {sync.version} within {UPDATE_TIMEOUT_S:.0f} s"
+            ) from None
+        if confirmed != sync.version:
+            raise EngineError(f"{state.name} confirmed version {confirmed} after it was told to pull {sync.version}")
+
+    async def _swap(self, state: EngineState, sync: BegunSync) -> int:
+        try:
+            return await state.engine.update_weights(sync.version, sync.weights)
         except EngineError as error:
-            raise EngineError(f"{state.name} could not be updated to version {version}: {error}") from error
+            raise EngineError(f"{state.name} could not be updated to version {sync.version}: {error}") from error
 
     async def _quiesce(self, state: EngineState, mode: SyncMode) -> None:
         match mode:

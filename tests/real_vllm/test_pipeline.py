@@ -12,11 +12,10 @@ import pytest
 from models import load, plain_logprobs
 from safetensors.torch import save_file
 from support import Replay, read_events
-from turbulence import Restless
 
 import staleflow
 from staleflow import LLM, Config, ListTasks, Report, Trajectory, VllmEngine, VllmServer
-from staleflow.coordinator import Command, Coordinator, Health, LeastLoad, Snapshot
+from staleflow.coordinator import Command, Coordinator, Health, LeastLoad, Migrate, RunningRequest, Snapshot
 from staleflow.events import EngineDied, EngineRestarted, Event, Interrupted, Routed
 from staleflow.rollout import Rollout
 from staleflow.testing import ScriptedTrainer, character_llama
@@ -28,9 +27,8 @@ from .conftest import ALPHABET, RealServer, always_says
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800), pytest.mark.usefixtures("one_thread")]
 
 EOS = 1
-TURN_TOKENS = 80
-STEP_S = 0.4
-"""Short beside a turn, so that weights change while turns are under way."""
+TURNS_TOKENS = (40, 80, 120, 160)
+"""So that the turns of two groups hardly ever end together: when one ends, others are under way."""
 TIE = 1e-3
 """Logits that differ by less are equal, up to the order in which float32 is summed up."""
 
@@ -99,10 +97,13 @@ def talkative_llama(folder: Path, *, seed: int) -> None:
 
 
 class Publishes(ScriptedTrainer):
-    """Learns nothing, publishes the models that it is given, and keeps the batches."""
+    """Learns nothing, publishes the models that it is given, and keeps the batches.
+
+    It takes no time, so that it is the engines that others wait for, and weights change while turns are under way.
+    """
 
     def __init__(self, models: Models) -> None:
-        super().__init__(step_s=STEP_S)
+        super().__init__(step_s=0.0, publish_s=0.0)
         self._models = models
 
     async def publish(self, weights: Path) -> None:
@@ -116,7 +117,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 async def two_turns(task: int, llm: LLM) -> float:
     for said in ([2 + task % 8, 3], [4, 5, 6]):
-        answer = await llm.generate(said, max_new_tokens=TURN_TOKENS)
+        answer = await llm.generate(said, max_new_tokens=TURNS_TOKENS[task % len(TURNS_TOKENS)])
     return float(sum(answer.token_ids) % 4)
 
 
@@ -163,14 +164,47 @@ def engines_of(trajectory: Trajectory) -> set[int | None]:
     return {segment.engine for segment in trajectory.segments if segment.sampled}
 
 
+class MovesWhatHasSampled(LeastLoad):
+    """When an engine has answered a request, one that it has had for longer goes on elsewhere.
+
+    All that an engine has sample in step, so that the one that is moved has sampled too.
+    """
+
+    def __init__(self, sync_mode: SyncMode) -> None:
+        super().__init__(sync_mode=sync_mode)
+        self._ran: tuple[RunningRequest, ...] = ()
+        self._moved: set[str] = set()
+
+    def decide(self, snapshot: Snapshot) -> list[Command]:
+        commands = super().decide(snapshot)
+        running = {request.request_id for request in snapshot.running}
+        for ended in self._ran:
+            if ended.request_id in running or ended.request_id in self._moved:
+                continue
+            older = (
+                request.request_id
+                for request in snapshot.running
+                if request.engine == ended.engine and request.since_s <= ended.since_s
+            )
+            request_id = next((older_id for older_id in older if older_id not in self._moved), None)
+            if request_id is not None:
+                commands.append(Migrate(request_id, 1 - ended.engine))
+                self._moved.add(request_id)
+        self._ran = snapshot.running
+        return commands
+
+
 @pytest.mark.parametrize("mode", ["recompute", "drain", "abort"])
 def test_interrupted_trajectories_go_on_here_or_elsewhere_as_if_nothing_had_been(
     servers: list[RealServer], models: Models, tmp_path: Path, mode: SyncMode
 ) -> None:
     engines = [server.engine_at_version_0(models.folder(0), temperature=0.0) for server in servers]
     trainer = Publishes(models)
-    config = Config(steps=6, batch_size=2, group_size=4, max_staleness=2, drain_timeout_s=0.2)
-    report, events = run(tmp_path, engines, trainer, config, coordinator=Restless(1, [mode], moves=0.1))
+    config = Config(steps=6, batch_size=2, group_size=4, max_staleness=2, drain_timeout_s=1e-3)
+    report, events = run(tmp_path, engines, trainer, config, coordinator=MovesWhatHasSampled(mode))
+    print(
+        "COUNTS", mode, [(w.value, interruptions(events, w), interruptions(events, w, tokens=1)) for w in Interruption]
+    )
     assert interruptions(events, Interruption.MIGRATE, tokens=1) > 0
     assert interruptions(events, Interruption(mode), tokens=1) > 0
     assert (report.fleet.discarded_tokens > 0) == (mode == "abort")
@@ -187,7 +221,7 @@ class SaysItsVersion(ScriptedTrainer):
     """Publishes models that say one token each."""
 
     def __init__(self, model: Path) -> None:
-        super().__init__(step_s=STEP_S)
+        super().__init__(step_s=0.0, publish_s=0.0)
         self._model = model
 
     async def publish(self, weights: Path) -> None:

@@ -31,6 +31,27 @@ def test_tensors_of_a_file_in_memory_are_those_that_were_saved() -> None:
         assert torch.equal(loaded[name], tensor)
 
 
+def test_tensors_of_a_published_version_are_mapped_with_all_pages(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from staleflow.engines.vllm_checkpoint import published_tensors
+
+    saved = torch.randn(1 << 20)
+    save_file({"a.weight": saved}, tmp_path / "a.safetensors")
+    published = published_tensors(tmp_path)
+    size_kb = (tmp_path / "a.safetensors").stat().st_size // 1024
+    assert resident_kb(tmp_path / "a.safetensors") >= size_kb
+    assert torch.equal(published["a.weight"], saved)
+
+
+def resident_kb(file: Path) -> int:
+    """How much of a file is mapped to memory of this process."""
+    _, of_file = Path("/proc/self/smaps").read_text().split(f"{file}\n")
+    (resident,) = [line for line in of_file.splitlines()[:10] if line.startswith("Rss:")]
+    return int(resident.split()[1])
+
+
 def test_type_that_cannot_be_loaded_is_named() -> None:
     import torch
     from safetensors.torch import save

@@ -1,6 +1,7 @@
 """Weights files as they are published, beside the checkpoint that a vLLM server was started from."""
 
 import json
+import mmap
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -83,11 +84,23 @@ def tensors_in(file: memoryview) -> "dict[str, torch.Tensor]":
 
 
 def published_tensors(folder: Path) -> "dict[str, torch.Tensor]":
-    """The tensors of a published version, mapped, in the order of its files and their headers."""
+    """The tensors of a published version, mapped, all pages at hand, in the order of its files and their headers."""
     files = [published_file(path) for path in sorted(folder.glob("*.safetensors"))]
     if not files:
         raise WeightsError(f"there are no weights in {folder}")
+    for file in files:
+        _touch(file)
     return {name: tensor for file in files for name, tensor in tensors_in(file).items()}
+
+
+def _touch(file: memoryview) -> None:
+    """Have all pages of a mapped file at hand.
+
+    The operating system would do so when asked for the mapping, but no other thread of Python could run meanwhile.
+    """
+    import numpy as np
+
+    np.frombuffer(file, np.uint8)[:: mmap.PAGESIZE].sum()
 
 
 def checkpoint_files(model: str, revision: str | None) -> list[Path]:

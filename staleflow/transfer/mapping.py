@@ -6,12 +6,11 @@ from pathlib import Path
 
 
 def published_file(path: Path) -> memoryview:
-    """The contents of a file that does not change, to read, with all its pages at hand."""
+    """The contents of a file that does not change, to read; its pages come when they are first looked at."""
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return memoryview(b"")
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        return memoryview(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ))
+        return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
 
 def new_file(path: Path, size_bytes: int) -> memoryview:

@@ -118,7 +118,7 @@ class RemoteTrainer(LocalTrainer):
             async with asyncio.timeout(self._connect_timeout_s):
                 await complete
         except TimeoutError:
-            missing = sorted(set(range(self.settings.ranks)) - self._present.keys())
+            missing = sorted(set(range(self.settings.ranks)) - self._living)
             await self._hang_up()
             raise TrainerError(
                 f"ranks {', '.join(map(str, missing))} of {self.settings.ranks} did not connect to {self.address} "
@@ -130,6 +130,11 @@ class RemoteTrainer(LocalTrainer):
         finally:
             server.close()
         return [self._present[rank] for rank in range(self.settings.ranks)]
+
+    @property
+    def _living(self) -> set[int]:
+        """The ranks that have a connection. Of one that was lost, torchrun will start another."""
+        return {number for number, rank in self._present.items() if not rank.gone}
 
     async def _hang_up(self) -> None:
         for rank in self._present.values():
@@ -156,12 +161,13 @@ class RemoteTrainer(LocalTrainer):
             )
             writer.transport.abort()
             return
-        if who.rank in self._present:
-            await self._present[who.rank].stop()
         keep_alive(writer.get_extra_info("socket"))
+        before = self._present.get(who.rank)
         self._present[who.rank] = RemoteRank(f"trainer-{who.rank} at {peer}", reader, writer)
-        if len(self._present) == self.settings.ranks:
+        if len(self._living) == self.settings.ranks:
             self._complete.set_result(None)
+        if before is not None:
+            await before.stop()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello:
         """The handshake; raises ``ConnectionError`` for someone who does not know the secret."""
@@ -208,6 +214,11 @@ class RemoteRank:
             self._answers.put_nowait(answer)
             raise answer
         return answer
+
+    @property
+    def gone(self) -> bool:
+        """Whether its connection has ended."""
+        return self._gone.done()
 
     async def died(self) -> RankGoneError:
         """Wait for the end of the connection."""

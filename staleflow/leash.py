@@ -19,6 +19,10 @@ import msgspec
 from staleflow.errors import ChildError
 from staleflow.process import Child
 
+STOP_GRACE_S = 20.0
+"""For the process in between, which has a grace of its own to give, and maybe little of the processor. Were it killed
+first, whatever the program has started in sessions of their own would live on."""
+
 
 class Command(msgspec.Struct, tag=True, frozen=True):
     """The only message to the process in between: what to run, and what to add to the environment."""
@@ -73,7 +77,7 @@ class Leashed:
 
     async def stop(self) -> None:
         """End the program and all that it has started. Idempotent."""
-        await self._child.stop()
+        await self._child.stop(STOP_GRACE_S)
         self._kill_rest()
 
     def _kill_rest(self) -> None:

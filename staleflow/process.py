@@ -179,11 +179,11 @@ class Child(Generic[Received]):
         await self._process.wait()
         return await self._death()
 
-    async def stop(self) -> None:
-        """End the process: hang up, wait a little, kill. Idempotent."""
+    async def stop(self, grace_s: float | None = None) -> None:
+        """End the process: hang up, wait for ``grace_s`` (default :data:`STOP_GRACE_S`), kill. Idempotent."""
         self._wire.close()
         try:
-            async with asyncio.timeout(STOP_GRACE_S):
+            async with asyncio.timeout(STOP_GRACE_S if grace_s is None else grace_s):
                 await self._process.wait()
         except TimeoutError:
             self._kill()

@@ -139,7 +139,7 @@ class VllmServer:
             except EngineError as error:
                 await self.stop()
                 # Between the search for a free port and the server's bind another process may take it.
-                if self.settings.port or PORT_TAKEN not in str(error) or attempt + 1 == PORT_ATTEMPTS:
+                if self.settings.port or PORT_TAKEN not in str(error).lower() or attempt + 1 == PORT_ATTEMPTS:
                     raise
             except BaseException:
                 await self.stop()

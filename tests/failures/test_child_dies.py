@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -102,21 +101,19 @@ def test_child_that_hangs_is_killed(run: Run, spawn: Spawn, behaviour: str, monk
         child = await spawn(behaviour)
         if behaviour == "serve":
             os.kill(child.pid, signal.SIGSTOP)
-        started = time.monotonic()
         await child.stop()
-        assert time.monotonic() - started < 3
         assert gone(child.pid)
+        assert "was ended by SIGKILL" in str(await child.died())
 
     run(main())
 
 
-def test_child_stops_at_once_though_its_answers_were_not_read(run: Run, spawn: Spawn) -> None:
+def test_child_stops_by_itself_though_its_answers_were_not_read(run: Run, spawn: Spawn) -> None:
     async def main() -> None:
         child = await spawn("flood")
         await child.receive()
-        started = time.monotonic()
-        await child.stop()
-        assert time.monotonic() - started < process.STOP_GRACE_S / 2
+        await child.stop(grace_s=60.0)
+        assert "exited with code" in str(await child.died())
 
     run(main())
 

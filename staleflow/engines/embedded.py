@@ -252,7 +252,9 @@ class EmbeddedEngine:
         self._unconfirmed.append(confirmed)
         try:
             async with asyncio.timeout(UPDATE_TIMEOUT_S):
-                await child.send(message)
+                # As with `generate`, of a dead child `run` tells.
+                with suppress(EngineError):
+                    await child.send(message)
                 return await confirmed
         except TimeoutError:
             what = type(message).__name__

@@ -96,7 +96,7 @@ class PulledWeights(WeightTransferEngine[Nothing, Source]):
         """Start a pull or say how far it is; a failed one starts again after it has been told of once."""
         wanted = self._pull_of(self.parse_update_info(source))
         progress = asdict(wanted.progress)
-        if wanted.progress.state == "failed":
+        if progress["state"] == "failed":
             self._pull = None
         return progress
 

@@ -59,8 +59,8 @@ def spawn(importable_children: None, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.fixture
-def unused_port() -> int:
-    """A port of this machine where nobody listens."""
+def unused_port() -> Iterator[int]:
+    """A port of this machine where nobody listens, and nobody can begin to."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
+        yield int(bound.getsockname()[1])

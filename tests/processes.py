@@ -10,6 +10,14 @@ def descendants(pid: int) -> list[int]:
     return [process.pid for process in psutil.Process(pid).children(recursive=True)]
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether it has not ended; one that has, and that nobody has waited for, does not live."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def gone(pids: list[int]) -> bool:
     """Whether all of them end before patience does. Ended ones for which nobody has waited count as gone."""
     processes = []
@@ -19,4 +27,4 @@ def gone(pids: list[int]) -> bool:
         except psutil.NoSuchProcess:
             continue
     _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
-    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+    return not any(lives(process) for process in alive)

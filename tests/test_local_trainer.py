@@ -15,7 +15,7 @@ from staleflow.errors import TrainerError
 from staleflow.testing import character_llama
 from staleflow.trainer.learner import Learner
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

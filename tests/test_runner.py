@@ -5,6 +5,7 @@ Run as a script, this file is that process: ``python -m test_runner SCENARIO FOL
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,15 +39,20 @@ def say(what: str) -> None:
     print(what, flush=True)
 
 
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
+
+
 class Trainer(ScriptedTrainer):
     """Says what it does; ``save`` leaves a folder, after ``save_s``. Saving its state hangs after step ``hangs_at``,
-    for ``hang_s``, when one of two files is written."""
+    when one of two files is written, until there is a file ``go_on``."""
 
-    def __init__(self, save_s: float = 0.0, hangs_at: int | None = None, hang_s: float = HANG_S) -> None:
+    def __init__(self, save_s: float, hangs_at: int | None, go_on: Path) -> None:
         super().__init__(step_s=0.02, publish_s=0.01)
         self._save_s = save_s
         self._hangs_at = hangs_at
-        self._hang_s = hang_s
+        self._go_on = go_on
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
         if batch.step == 1:
@@ -59,7 +65,7 @@ class Trainer(ScriptedTrainer):
             folder.mkdir()  # noqa: ASYNC240 - a stand-in for what a child does
             (folder / "first").write_text(str(self.steps))
             say("half saved")
-            await asyncio.sleep(self._hang_s)
+            await asyncio.to_thread(wait_for, self._go_on)
             shutil.rmtree(folder)
         await super().save_state(folder)
 
@@ -113,18 +119,22 @@ def run(
     save_s: float = 0.0,
     every: int | None = None,
     hangs_at: int | None = None,
-    hang_s: float = HANG_S,
     resume: bool = False,
 ) -> None:
     config = Config(
-        steps=steps, batch_size=2, group_size=1, rollout_timeout_s=0.5, max_attempts=1, checkpoint_every_steps=every
+        steps=steps,
+        batch_size=2,
+        group_size=1,
+        rollout_timeout_s=0.5 if rollout in (swallows_cancellation, hung_judge, hung_judges) else 300.0,
+        max_attempts=1,
+        checkpoint_every_steps=every,
     )
     report = staleflow.run(
         Pipeline(
             tasks=ListTasks(range(1000), seed=None),
             rollout=rollout,
             engines=[ScriptedEngine()],
-            trainer=Trainer(save_s, hangs_at, hang_s),
+            trainer=Trainer(save_s, hangs_at, folder / "go on"),
             config=config if rollout is not never_answers else Config(steps=1),
             parameter_server=SharedMemoryParameterServer(folder),
             run_dir=folder / "run",
@@ -161,8 +171,6 @@ def main(scenario: str, folder: Path) -> None:
             run(folder, every=1)
         case "hangs while saving":
             run(folder, every=2, hangs_at=4)
-        case "slow state":
-            run(folder, every=2, hangs_at=4, hang_s=0.5)
         case "with a checkpoint at the end":
             run(folder, every=10**6)
         case "slow checkpoint":
@@ -277,7 +285,8 @@ def test_H1_rollout_that_swallows_cancellation_cannot_keep_the_run(tmp_path: Pat
     with started("stubborn rollout", tmp_path) as process:
         code, out, err = process.end()
     assert code == 0
-    assert out.splitlines()[-1] == "returned: all_steps_done after 3 steps, failed {'RolloutTimeoutError': 1}"
+    # On a machine that stands still for a moment others may be too late as well.
+    assert re.search(r"returned: all_steps_done after 3 steps, failed {'RolloutTimeoutError': \d+}$", out)
     assert "abandoned a task that ignores its cancellation" in err
 
 
@@ -362,9 +371,10 @@ def test_second_interrupt_does_not_wait_for_the_checkpoint_to_resume_from(tmp_pa
 def test_signal_between_two_files_of_a_checkpoint_lets_it_become_whole(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    with started("slow state", tmp_path) as process:
+    with started("hangs while saving", tmp_path) as process:
         process.wait_for("half saved")
         process.send(number)
+        (tmp_path / "go on").touch()
         assert process.end()[0] == code
     check_goes_on(tmp_path, after=4)
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from processes import lives
 from resumed import killed, whole_checkpoints
 from soak.job import Job
 from soak.plan import Moment, Victim
@@ -30,6 +30,13 @@ sys.exit(1)
 Start = Callable[[Path], Job]
 
 
+def until(true: Callable[[], bool]) -> None:
+    limit_s = time.monotonic() + GONE_S
+    while not true():
+        assert time.monotonic() < limit_s
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a job with two children, which are there when it returns."""
@@ -40,10 +47,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         ready.unlink(missing_ok=True)
         command = [sys.executable, "-c", FAMILY, str(ready)]
         jobs.append(Job(command, run_dir, tmp_path / "job.log", evaluate_every_steps=4))
-        until = time.monotonic() + GONE_S
-        while not (ready.exists() and ready.read_text() == "cc"):
-            assert time.monotonic() < until, jobs[-1].said()
-            time.sleep(0.01)
+        until(lambda: ready.exists() and ready.read_text() == "cc")
         return jobs[-1]
 
     yield started
@@ -62,8 +66,9 @@ def test_every_process_of_a_job_is_seen_and_no_other(start: Start, tmp_path: Pat
 def test_child_that_outlives_a_killed_controller_is_seen(start: Start, tmp_path: Path) -> None:
     job = start(tmp_path / "run")
     assert job.strike(Victim.CONTROLLER) is Moment.START_UP
-    assert not job.gone_within(0.2)
+    until(lambda: job.exit_code is not None)
     assert job.exit_code == -9
+    assert not job.gone_within(0.0)
     assert len(job.processes()) == 2
     job.end()
     assert job.gone_within(GONE_S)
@@ -72,7 +77,8 @@ def test_child_that_outlives_a_killed_controller_is_seen(start: Start, tmp_path:
 def test_killing_the_trainer_leaves_the_rest_to_the_controller(start: Start, tmp_path: Path) -> None:
     job = start(tmp_path / "run")
     job.strike(Victim.TRAINER)
-    assert not job.gone_within(0.2)
+    until(lambda: job.exit_code is not None)
+    assert not job.gone_within(0.0)
     assert not job.has_trainer
     [engine] = job.processes()
     engine.kill()
@@ -86,7 +92,7 @@ def test_killing_everything_leaves_nothing(start: Start, tmp_path: Path) -> None
     job.strike(Victim.EVERYTHING)
     assert job.gone_within(GONE_S)
     assert job.exit_code == -9
-    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
+    assert not any(lives(process) for process in family)
 
 
 @pytest.fixture

@@ -200,11 +200,9 @@ def test_pull_is_given_up_when_the_same_chunk_is_always_damaged(server: TcpParam
     assert not here.with_name("here.partial").exists()
 
 
-def test_pull_is_given_up_when_there_is_no_server(here: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(WeightsError, match=f"127.0.0.1:{port}: .*refused"):
-        pull(f"127.0.0.1:{port}", 1, here, secret=SECRET)
+def test_pull_is_given_up_when_there_is_no_server(here: Path, unused_port: int) -> None:
+    with pytest.raises(WeightsError, match=f"127.0.0.1:{unused_port}: .*refused"):
+        pull(f"127.0.0.1:{unused_port}", 1, here, secret=SECRET)
 
 
 def test_pull_ends_with_its_time(server: TcpParameterServer, here: Path) -> None:

@@ -20,7 +20,7 @@ from staleflow.testing import character_llama
 from staleflow.trainer import state as state_module
 from staleflow.trainer.learner import Learner
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 pytest.importorskip("torch")
 
 from models import endless_llama, load
+from processes import lives
 from support import read_events
 
 from staleflow import LLM, Config, EmbeddedEngine, ListTasks, LocalTrainer, Pipeline
@@ -172,7 +174,7 @@ class Controller:
         return self.process.wait(END_S)
 
     def childless(self) -> bool:
-        return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self.children)
+        return not any(lives(child) for child in self.children)
 
     def said(self) -> str:
         self.output.seek(0)
@@ -182,7 +184,7 @@ class Controller:
         self.process.kill()
         self.process.wait()
         for child in self.children:
-            if child.is_running():
+            with suppress(psutil.NoSuchProcess):
                 child.kill()
         self.output.close()
 

@@ -20,7 +20,7 @@ from staleflow.process import Child
 from staleflow.testing import character_llama
 from staleflow.trainer.learner import Learner
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
 
 
 def cut(step: int) -> Cut:

@@ -106,16 +106,20 @@ class RealServer:
         )
         return dict(reply["choices"][0])
 
-    def generated_tokens(self) -> float:
-        """How many tokens it has generated since its start."""
-        metrics = self._fetch("/metrics", None).decode().splitlines()
-        return sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:generation_tokens_total{"))
+    def wait_for_running(self, requests: int) -> None:
+        """Until it runs so many requests."""
+        while self._metric("vllm:num_requests_running") < requests:
+            continue
 
     def wait_for_tokens(self, more: float) -> None:
         """Until it has generated so many more."""
-        enough = self.generated_tokens() + more
-        while self.generated_tokens() < enough:
+        enough = self._metric("vllm:generation_tokens_total") + more
+        while self._metric("vllm:generation_tokens_total") < enough:
             continue
+
+    def _metric(self, name: str) -> float:
+        metrics = self._fetch("/metrics", None).decode().splitlines()
+        return sum(float(line.split()[-1]) for line in metrics if line.startswith(f"{name}{{"))
 
     def _call(self, path: str, body: bytes | None) -> Any:
         return json.loads(self._fetch(path, body) or b"null")

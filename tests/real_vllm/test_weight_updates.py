@@ -56,6 +56,7 @@ def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(
     with ThreadPoolExecutor() as pool:
         update_from_folder(server, weights, updates[0])
         replies = [pool.submit(server.generate, ENDLESS_TOKENS, f"request-{number}") for number in range(REQUESTS)]
+        server.wait_for_running(REQUESTS)
         server.wait_for_tokens(8 * REQUESTS)
         for version in updates[1:]:
             update_from_folder(server, weights, version)

@@ -132,7 +132,7 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         with _writing(self._folder):
-            self._prune(best)
+            await asyncio.to_thread(self._prune, best)
 
     def _put_in_place(self, partial: Path, step: int) -> None:
         """Give a whole checkpoint its name. One that has it, of an earlier moment of the step, is found until then."""

@@ -4,12 +4,15 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from staleflow.errors import ConfigError, WeightsError
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
+
+PATIENCE_S = 30.0
 
 
 def publish(server: SharedMemoryParameterServer, version: int) -> None:
@@ -30,9 +33,54 @@ def test_only_the_newest_versions_are_kept(tmp_path: Path) -> None:
     for version in range(1, 6):
         publish(server, version)
     assert server.versions == (4, 5)
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
     with pytest.raises(KeyError, match="version 3 cannot be pulled"), server.pulling(3):
         pass
+    server._wait_for_removals()
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+    server.close()
+
+
+class SlowRemoval:
+    """Stands in for ``shutil.rmtree``: version 1 goes only when it may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_go = threading.Event()
+        self._rmtree = shutil.rmtree
+        monkeypatch.setattr(shutil, "rmtree", self)
+
+    def __call__(self, path: Path, *, ignore_errors: bool) -> None:
+        if path.name == "1":
+            assert self.may_go.wait(PATIENCE_S)
+        self._rmtree(path, ignore_errors=ignore_errors)
+
+
+def test_removal_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removal = SlowRemoval(monkeypatch)
+    server = SharedMemoryParameterServer(tmp_path)
+    for version in range(1, 6):
+        publish(server, version)
+    assert server.versions == (4, 5)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 5
+    removal.may_go.set()
+    server.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_space_that_a_removal_is_about_to_free_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removal = SlowRemoval(monkeypatch)
+    server = SharedMemoryParameterServer(tmp_path)
+    for version in range(1, 4):
+        publish(server, version)
+    usage = shutil.disk_usage(tmp_path)
+
+    def nearly_full(path: Path) -> object:
+        free = 0 if (path / "1").exists() else usage.free
+        removal.may_go.set()
+        return usage._replace(free=free)
+
+    monkeypatch.setattr(shutil, "disk_usage", nearly_full)
+    publish(server, 4)
+    assert server.versions == (3, 4)
     server.close()
 
 

@@ -4,6 +4,7 @@ Each version is one immutable folder that appears under its name only when compl
 writes the next one beside it. A folder is removed when it is older than the newest ``keep`` and nobody pulls it.
 
 Versions may be pulled from any thread. The lock is held for bookkeeping alone, never while files are read or removed.
+They are removed by a thread of its own: to give large files back takes the system as long as it takes to copy them.
 """
 
 import errno
@@ -13,6 +14,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -45,6 +47,8 @@ class SharedMemoryParameterServer:
         self._keep = keep
         self._published: list[int] = []
         self._pulls: Counter[int] = Counter()
+        self._closed = False
+        self._removals = ThreadPoolExecutor(1, "weights-remove")
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -90,6 +94,9 @@ class SharedMemoryParameterServer:
 
     def close(self) -> None:
         """Remove the folder. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._removals.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._owner.close()
 
@@ -100,8 +107,13 @@ class SharedMemoryParameterServer:
         with self._lock:
             unused = [version for version in self._published[: -self._keep] if self._pulls[version] == 0]
             self._published = [version for version in self._published if version not in unused]
-        for version in unused:
-            shutil.rmtree(self._path(version), ignore_errors=True)
+            if not self._closed:
+                for version in unused:
+                    self._removals.submit(shutil.rmtree, self._path(version), ignore_errors=True)
+
+    def _wait_for_removals(self) -> None:
+        # One after the other, so that all before this one are over.
+        self._removals.submit(lambda: None).result()
 
     def _check_space(self, version: int) -> None:
         """In shared memory a writer that runs out of space may be killed by a signal that names no reason."""
@@ -109,6 +121,9 @@ class SharedMemoryParameterServer:
             return
         needed_bytes = sum(path.stat().st_size for path in self._path(self._published[-1]).iterdir())
         free_bytes = shutil.disk_usage(self._folder).free
+        if free_bytes < needed_bytes:
+            self._wait_for_removals()
+            free_bytes = shutil.disk_usage(self._folder).free
         if free_bytes < needed_bytes:
             raise WeightsError(
                 f"version {version} cannot be published: the one before takes {needed_bytes / 1e6:.0f} MB, and "

@@ -132,7 +132,13 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         with _writing(self._folder):
-            await asyncio.to_thread(self._prune, best)
+            pruning = asyncio.ensure_future(asyncio.to_thread(self._prune, best))
+            try:
+                await asyncio.shield(pruning)
+            except asyncio.CancelledError:
+                # Its thread goes on, and nobody else may come to these folders meanwhile.
+                await pruning
+                raise
 
     def _put_in_place(self, partial: Path, step: int) -> None:
         """Give a whole checkpoint its name. One that has it, of an earlier moment of the step, is found until then."""

@@ -19,9 +19,9 @@ import msgspec
 from staleflow.errors import ChildError
 from staleflow.process import Child
 
-STOP_GRACE_S = 20.0
+FAMILY_GRACE_S = 20.0
 """For the process in between, which has a grace of its own to give, and maybe little of the processor. Were it killed
-first, whatever the program has started in sessions of their own would live on."""
+before it is done, whatever the program has started in sessions of their own would live on."""
 
 
 class Command(msgspec.Struct, tag=True, frozen=True):
@@ -61,7 +61,7 @@ class Leashed:
             await child.send(Command(tuple(arguments), dict(environment)))
             started = await child.receive()
         except BaseException:
-            await child.stop()
+            await child.stop(FAMILY_GRACE_S)
             raise
         return cls(child, started.pid)
 
@@ -77,7 +77,7 @@ class Leashed:
 
     async def stop(self) -> None:
         """End the program and all that it has started. Idempotent."""
-        await self._child.stop(STOP_GRACE_S)
+        await self._child.stop(FAMILY_GRACE_S)
         self._kill_rest()
 
     def _kill_rest(self) -> None:

@@ -24,9 +24,10 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 GOOD_WHILE_S = 600.0
 """An engine that has served for so long has its restarts back."""
-STOP_TIMEOUT_S = 30.0
-ACCOUNT_TIMEOUT_S = 10.0
-"""For an engine whose connections have broken to say how it has ended."""
+STOP_TIMEOUT_S = 60.0
+ACCOUNT_TIMEOUT_S = 30.0
+"""For an engine whose connections have broken to say how it has ended. Both leave time for all that a server on a leash
+has started to be ended (``staleflow.leash``)."""
 
 logger = logging.getLogger("staleflow")
 

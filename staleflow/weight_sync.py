@@ -60,27 +60,29 @@ class WeightSync:
         if state.health not in (Health.HEALTHY, Health.STALE) or state.held_at not in (None, version):
             return None
         pull = ExitStack()
-        begun = BegunSync(engine, version, mode, state.epoch, pull.enter_context(self._weights.pulling(version)), pull)
+        weights = pull.enter_context(self._weights.pulling(version))
         state.begin_sync(mode)
-        return begun
+        return BegunSync(engine, version, mode, state.epoch, weights, pull)
 
     async def carry_out(self, sync: BegunSync) -> bool:
         """Let the engine pull the version; returns whether it has confirmed it."""
         state = self._fleet.states[sync.engine]
-        with sync.pull:
-            if state.epoch != sync.epoch:
-                # It has died meanwhile.
-                return False
-            updating = asyncio.ensure_future(self._update(state, sync))
-            try:
-                await done_or_set(updating, state.died)
-                if state.epoch == sync.epoch:
-                    updating.result()
-                    self._fleet.confirmed(state, sync.version)
-            except EngineError as error:
-                self._fleet.died(state, error)
-            finally:
-                abandon(updating)
+        if state.epoch != sync.epoch:
+            # It has died meanwhile.
+            sync.pull.close()
+            return False
+        updating = asyncio.ensure_future(self._update(state, sync))
+        # One that is abandoned ends after this.
+        updating.add_done_callback(lambda _: sync.pull.close())
+        try:
+            await done_or_set(updating, state.died)
+            if state.epoch == sync.epoch:
+                updating.result()
+                self._fleet.confirmed(state, sync.version)
+        except EngineError as error:
+            self._fleet.died(state, error)
+        finally:
+            abandon(updating)
         return state.epoch == sync.epoch
 
     async def _update(self, state: EngineState, sync: BegunSync) -> None:

@@ -36,7 +36,7 @@ PROMPT = [3, 4, 5]
 CERTAIN = 7
 CONTEXT_TOKENS = 2048
 LONG = 2000
-"""Tokens that take seconds, of requests that are to be under way when something happens to them, and are ended then."""
+"""So many tokens take seconds. Requests for them still run when something happens to them, and are then interrupted."""
 
 
 class Serving:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from processes import descendants, gone
 
+from staleflow import process
 from staleflow.errors import EngineError
 from staleflow.leash import Leashed
 
@@ -77,7 +78,10 @@ def test_program_that_cannot_be_run_is_an_error(tmp_path: Path) -> None:
         asyncio.run(main())
 
 
-def test_stopping_ends_all_that_the_program_has_started(tmp_path: Path) -> None:
+def test_stopping_ends_all_that_the_program_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What other children are given would not do.
+    monkeypatch.setattr(process, "STOP_GRACE_S", 0.0)
+
     async def main() -> list[int]:
         leashed, pids = await family(tmp_path)
         await leashed.stop()

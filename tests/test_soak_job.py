@@ -30,9 +30,9 @@ sys.exit(1)
 Start = Callable[[Path], Job]
 
 
-def until(true: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool]) -> None:
     limit_s = time.monotonic() + GONE_S
-    while not true():
+    while not condition():
         assert time.monotonic() < limit_s
         time.sleep(0.01)
 

@@ -63,7 +63,10 @@ class Engine(Protocol):
 
     async def update_weights(self, version: int, weights: Path) -> int:
         """Swap in the weights of a folder between two decode steps, keeping running requests; returns the version now
-        served. An engine that raises :class:`EngineError` is taken for dead: it may hold half of the weights."""
+        served. An engine that raises :class:`EngineError` is taken for dead: it may hold half of the weights.
+
+        As ``generate``, this may stay silent, like ``pause`` and ``resume``, when the engine has died.
+        """
 
     async def pause(self) -> None:
         """Stop decoding after the current step; running requests keep their cache."""

@@ -94,10 +94,7 @@ def published_tensors(folder: Path) -> "dict[str, torch.Tensor]":
 
 
 def _touch(file: memoryview) -> None:
-    """Have all pages of a mapped file at hand.
-
-    The operating system would do so when asked for the mapping, but no other thread of Python could run meanwhile.
-    """
+    """Have all pages of a mapped file at hand, and let other threads run meanwhile."""
     import numpy as np
 
     np.frombuffer(file, np.uint8)[:: mmap.PAGESIZE].sum()

@@ -4,7 +4,7 @@ Each version is one immutable folder that appears under its name only when compl
 writes the next one beside it. A folder is removed when it is older than the newest ``keep`` and nobody pulls it.
 
 Versions may be pulled from any thread. The lock is held for bookkeeping alone, never while files are read or removed.
-They are removed by a thread of its own: to give large files back takes the system as long as it takes to copy them.
+A thread of the server's own removes them: to give large files back takes the system as long as to copy them.
 """
 
 import errno

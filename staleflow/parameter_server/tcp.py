@@ -1,7 +1,7 @@
 """Published versions for engines on other hosts: the versions in shared memory, served in chunks over TCP.
 
-The controller's event loop is not involved: each connection has a thread of its own, which reads and sends chunk by
-chunk. No lock is held while anything is sent, so a slow or dead puller delays neither a publish nor another puller.
+The controller's event loop is not involved: each connection has a thread of its own, which sends straight from
+the files. No lock is held while anything is sent, so a slow or dead puller delays neither a publish nor another puller.
 
 Invariant: a version stays pullable while a *lease* on it lasts. All connections of one pull share a lease. It is
 renewed with every chunk that has gone out, outlives a broken connection, and ends when the puller says so or when no
@@ -22,7 +22,7 @@ import msgspec
 from staleflow.errors import ConfigError
 from staleflow.parameter_server.base import ParameterServer
 from staleflow.parameter_server.shared_memory import SharedMemoryParameterServer
-from staleflow.transfer import wire
+from staleflow.transfer import mapping, wire
 
 CONNECTIONS_MAX = 256
 
@@ -141,9 +141,8 @@ class TcpParameterServer:
         while True:
             match wire.receive(connection, decoder):
                 case wire.Want(first, end) if 0 <= first <= end <= len(contents.chunks):
-                    buffer = bytearray(self._chunk_bytes)
                     for number in range(first, end):
-                        contents.send(connection, number, buffer)
+                        contents.send(connection, number)
                         lease.expires_s = time.monotonic() + self._lease_s
                 case wire.Done():
                     self._end_lease(ask.lease)
@@ -221,18 +220,13 @@ class _Contents:
         self.identity = f"{status.st_dev}-{status.st_ino}-{status.st_mtime_ns}"
         self.files = tuple(wire.File(path.name, path.stat().st_size) for path in paths)
         self.chunks = wire.chunks_of(self.files, chunk_bytes)
-        self._paths = paths
+        self._data = [mapping.published_file(path) for path in paths]
         self._checksums: list[int | None] = [None] * len(self.chunks)
 
-    def send(self, connection: socket.socket, number: int, buffer: bytearray) -> None:
+    def send(self, connection: socket.socket, number: int) -> None:
         """Send one chunk and its checksum."""
         chunk = self.chunks[number]
-        data = memoryview(buffer)[: chunk.size_bytes]
-        # Files are not mapped: while mmap and munmap are at work on large ones, the event loop would have to wait.
-        with self._paths[chunk.file].open("rb", buffering=0) as file:
-            file.seek(chunk.offset_bytes)
-            if file.readinto(data) != chunk.size_bytes:
-                raise OSError(f"{file.name} has become shorter")
+        data = self._data[chunk.file][chunk.offset_bytes : chunk.offset_bytes + chunk.size_bytes]
         checksum = self._checksums[number]
         if checksum is None:
             checksum = self._checksums[number] = wire.checksum(data)

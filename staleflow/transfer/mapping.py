@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def published_file(path: Path) -> memoryview:
-    """The contents of a file that does not change, to read; its pages come when they are first looked at."""
+    """The contents of a file that does not change, to read; its pages come when they are first looked at.
+
+    The system could be asked for all of them at once, but no other thread of Python runs while it makes the mapping.
+    """
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return memoryview(b"")

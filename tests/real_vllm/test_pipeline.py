@@ -167,7 +167,7 @@ def engines_of(trajectory: Trajectory) -> set[int | None]:
 class MovesWhatHasSampled(LeastLoad):
     """When an engine has answered a request, one that it has had for longer goes on elsewhere.
 
-    All that an engine has sample in step, so that the one that is moved has sampled too.
+    All requests of an engine sample in step, so that the one that is moved has sampled too.
     """
 
     def __init__(self, sync_mode: SyncMode) -> None:
@@ -181,14 +181,16 @@ class MovesWhatHasSampled(LeastLoad):
         for ended in self._ran:
             if ended.request_id in running or ended.request_id in self._moved:
                 continue
-            older = (
+            other = snapshot.engines[1 - ended.engine]
+            movable = (
                 request.request_id
                 for request in snapshot.running
                 if request.engine == ended.engine and request.since_s <= ended.since_s
+                if other.open and request.min_version <= other.version and request.request_id not in self._moved
             )
-            request_id = next((older_id for older_id in older if older_id not in self._moved), None)
+            request_id = next(movable, None)
             if request_id is not None:
-                commands.append(Migrate(request_id, 1 - ended.engine))
+                commands.append(Migrate(request_id, other.engine))
                 self._moved.add(request_id)
         self._ran = snapshot.running
         return commands
@@ -202,9 +204,6 @@ def test_interrupted_trajectories_go_on_here_or_elsewhere_as_if_nothing_had_been
     trainer = Publishes(models)
     config = Config(steps=6, batch_size=2, group_size=4, max_staleness=2, drain_timeout_s=1e-3)
     report, events = run(tmp_path, engines, trainer, config, coordinator=MovesWhatHasSampled(mode))
-    print(
-        "COUNTS", mode, [(w.value, interruptions(events, w), interruptions(events, w, tokens=1)) for w in Interruption]
-    )
     assert interruptions(events, Interruption.MIGRATE, tokens=1) > 0
     assert interruptions(events, Interruption(mode), tokens=1) > 0
     assert (report.fleet.discarded_tokens > 0) == (mode == "abort")

@@ -11,6 +11,7 @@ from staleflow.checkpoints import Checkpoint, Checkpoints
 from staleflow.cut import Cut, cut_group, revive_group, revive_trajectory
 from staleflow.errors import ConfigError
 from staleflow.events import CheckpointBegan, CheckpointSaved
+from staleflow.fleet import Fleet
 from staleflow.members import Members
 from staleflow.parameter_server.base import ParameterServer
 from staleflow.recorder import Recorder
@@ -33,6 +34,7 @@ class Checkpointing(Generic[TaskData]):
         trainer: Trainer,
         ledger: StalenessLedger,
         store: TrajectoryStore[TaskData],
+        fleet: Fleet,
         weights: ParameterServer,
         recorder: Recorder,
         members: Members[TaskData],
@@ -44,6 +46,7 @@ class Checkpointing(Generic[TaskData]):
         self._trainer = trainer
         self._ledger = ledger
         self._store = store
+        self._fleet = fleet
         self._weights = weights
         self._recorder = recorder
         self._members = members
@@ -61,6 +64,7 @@ class Checkpointing(Generic[TaskData]):
             truncated=self._members.truncated,
             recorded=self._recorder.cut(),
             history=self._folder.sizes(),
+            fleet=self._fleet.statistics(),
         )
 
     async def save(self, cut: Cut) -> None:
@@ -78,6 +82,7 @@ class Checkpointing(Generic[TaskData]):
             await self._trainer.publish(weights)
         await self._rollouts.sync_all(cut.step)
         self._rollouts.cursor = cut.cursor
+        self._fleet.resume(cut.fleet)
         self._members.truncated = cut.truncated
         self._members.failures.by_cause.update(cut.failed_attempts)
         later_s = self._recorder.started_s - cut.recorded.started_s

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from staleflow.errors import CheckpointError
-from staleflow.statistics import Evaluation
+from staleflow.statistics import NOTHING_HAPPENED, Evaluation, FleetStatistics
 from staleflow.store import Group, Player
 from staleflow.types import Task, TaskData, Trajectory
 
@@ -74,6 +74,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     truncated: int
     recorded: Recorded
     history: HistorySizes
+    fleet: FleetStatistics = NOTHING_HAPPENED
 
 
 def task_bytes(task: Task[Any]) -> bytes:

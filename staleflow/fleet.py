@@ -67,6 +67,7 @@ class Fleet:
         self._running: dict[str, RunningRequest] = {}
         self._arrivals: list[tuple[str, int]] = []
         self._interrupted: Counter[str] = Counter()
+        self._deaths_before = self._restarts_before = 0
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -105,12 +106,18 @@ class Fleet:
         """How the engines are, and what has happened to them."""
         return FleetStatistics(
             serving=sum(state.serves for state in self.states),
-            deaths=sum(state.epoch for state in self.states),
-            restarts=sum(state.restarts for state in self.states),
+            deaths=self._deaths_before + sum(state.epoch for state in self.states),
+            restarts=self._restarts_before + sum(state.restarts for state in self.states),
             retired=sum(state.health is Health.RETIRED for state in self.states),
             interrupted=dict(self._interrupted),
             discarded_tokens=self.discarded_tokens,
         )
+
+    def resume(self, before: FleetStatistics) -> None:
+        """Go on counting from what has happened before."""
+        self._deaths_before, self._restarts_before = before.deaths, before.restarts
+        self._interrupted.update(before.interrupted)
+        self.discarded_tokens += before.discarded_tokens
 
     # -- holding -------------------------------------------------------------------------------------------------
 

@@ -227,6 +227,7 @@ class Pipeline(Generic[TaskData]):
             trainer=self._trainer,
             ledger=self._ledger,
             store=self._store,
+            fleet=self._fleet,
             weights=weights,
             recorder=self._recorder,
             members=self._members,

@@ -84,11 +84,11 @@ class Accounting(msgspec.Struct, frozen=True):
 
 
 class FleetStatistics(msgspec.Struct, frozen=True):
-    """How the engines are, and what has happened to them in this process.
+    """How the engines are, and what has happened to them, before a resume as well.
 
-    ``serving`` have confirmed a version and live. ``deaths`` counts failed starts and failed weight updates as well.
-    ``interrupted`` counts requests that an engine has let go of, by why (:class:`staleflow.types.Interruption`);
-    ``discarded_tokens`` were sampled for calls that had to start over.
+    ``serving`` have confirmed a version and live, ``retired`` never come back in this process. ``deaths`` counts failed
+    starts and failed weight updates as well. ``interrupted`` counts requests that an engine has let go of, by why
+    (:class:`staleflow.types.Interruption`); ``discarded_tokens`` were sampled for calls that had to start over.
     """
 
     serving: int
@@ -97,6 +97,10 @@ class FleetStatistics(msgspec.Struct, frozen=True):
     retired: int
     interrupted: dict[str, int]
     discarded_tokens: int
+
+
+NOTHING_HAPPENED = FleetStatistics(0, 0, 0, 0, {}, 0)
+"""Of engines that have yet to start."""
 
 
 class PipelineStatistics(msgspec.Struct, frozen=True):

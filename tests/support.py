@@ -18,10 +18,13 @@ from staleflow.events import (
     ClosedShort,
     Completed,
     Consumed,
+    EngineDied,
+    EngineRestarted,
     Event,
     Expired,
     Filtered,
     Finished,
+    Interrupted,
     Published,
     Released,
     Routed,
@@ -179,6 +182,9 @@ class Replay:
     short: set[int] = field(default_factory=set)
     batches: dict[int, tuple[int, ...]] = field(default_factory=dict)
     trained: list[int] = field(default_factory=list)
+    deaths: int = 0
+    restarts: int = 0
+    interrupted: Counter[str] = field(default_factory=Counter)
 
     def apply(self, event: Event) -> None:
         match event:
@@ -223,6 +229,15 @@ class Replay:
                 for group in self.batches[version - 1]:
                     self._move(group, "trained", only_from={"leased"})
                     self.trained.append(group)
+            case EngineDied():
+                self.deaths += 1
+                return
+            case EngineRestarted():
+                self.restarts += 1
+                return
+            case Interrupted(why=why):
+                self.interrupted[why.value] += 1
+                return
             case _:
                 # Most events, by far: nothing has changed that the law speaks of.
                 return
@@ -281,6 +296,8 @@ class Replay:
         assert accounting.running == accounting.complete == accounting.leased == 0
         assert accounting.late_completions == 0
         assert report.trained_trajectories == sum(len(self.finished[group]) for group in self.trained)
+        assert (report.fleet.deaths, report.fleet.restarts) == (self.deaths, self.restarts)
+        assert report.fleet.interrupted == self.interrupted
         assert report.staleness_max == max(self.gaps, default=0) <= self.config.max_staleness
         self.check_ended()
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from resumed import check_history, killed, whole_checkpoints
 from support import Parts, Scripted, ScriptedRun, one_turn, virtually
+from turbulence import Mortal, Restless
 
 from staleflow import LLM, Config, Report, StalenessLedger, StragglerPolicy, Trajectory, checkpoints, uniform_rewards
 from staleflow.checkpoints import open_checkpoint
@@ -238,3 +239,22 @@ def test_report_is_of_the_whole_run(scripted: Scripted, tmp_path: Path) -> None:
     times = [event.t for event in run.events()]
     assert times == sorted(times)
     assert report.wall_s == pytest.approx(times[-1])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_has_happened_to_engines_counts_through_a_resume(scripted: Scripted, tmp_path: Path, seed: int) -> None:
+    config = msgspec.structs.replace(CONFIG, steps=50, engine_restarts=1000, rollout_timeout_s=60.0)
+
+    def parts(life: int) -> Parts:
+        engines = [Mortal(100 * seed + 10 * life + index, mean_life_s=1.0) for index in range(2)]
+        return Parts(engines=engines, coordinator=Restless(100 * seed + life), trainer=ScriptedTrainer(step_s=0.3))
+
+    remains = stopped(scripted, config, tmp_path, 10.0, **parts(0))
+    before = open_checkpoint(remains).cut.fleet
+    second: Parts = {**parts(1), "resume": remains}
+    resumed = scripted(config, **second)
+    report = virtually(resumed.pipeline.run())
+    check_history(resumed.run_dir, config, report)
+    assert report.fleet.deaths > before.deaths > 0
+    assert report.fleet.interrupted.keys() >= before.interrupted.keys()
+    assert report.fleet.discarded_tokens >= before.discarded_tokens

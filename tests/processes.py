@@ -1,5 +1,8 @@
 """Which processes there are, for tests of how they end."""
 
+import time
+from collections.abc import Callable
+
 import psutil
 
 PATIENCE_S = 60.0
@@ -8,6 +11,14 @@ PATIENCE_S = 60.0
 def descendants(pid: int) -> list[int]:
     """Processes that a process has started, and those that they have."""
     return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+
+
+def until(true: Callable[[], bool], limit_s: float, what: str) -> None:
+    """Wait until something is true, and fail if it is not in time."""
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, f"not within {limit_s:.0f} s: {what}"
+        time.sleep(0.05)
 
 
 def lives(process: psutil.Process) -> bool:

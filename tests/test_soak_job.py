@@ -2,12 +2,11 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import lives
+from processes import lives, until
 from resumed import killed, whole_checkpoints
 from soak.job import Job
 from soak.plan import Moment, Victim
@@ -30,13 +29,6 @@ sys.exit(1)
 Start = Callable[[Path], Job]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    limit_s = time.monotonic() + GONE_S
-    while not condition():
-        assert time.monotonic() < limit_s
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a job with two children, which are there when it returns."""
@@ -47,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         ready.unlink(missing_ok=True)
         command = [sys.executable, "-c", FAMILY, str(ready)]
         jobs.append(Job(command, run_dir, tmp_path / "job.log", evaluate_every_steps=4))
-        until(lambda: ready.exists() and ready.read_text() == "cc")
+        until(lambda: ready.exists() and ready.read_text() == "cc", GONE_S, "both children are there")
         return jobs[-1]
 
     yield started
@@ -66,7 +58,7 @@ def test_every_process_of_a_job_is_seen_and_no_other(start: Start, tmp_path: Pat
 def test_child_that_outlives_a_killed_controller_is_seen(start: Start, tmp_path: Path) -> None:
     job = start(tmp_path / "run")
     assert job.strike(Victim.CONTROLLER) is Moment.START_UP
-    until(lambda: job.exit_code is not None)
+    until(lambda: job.exit_code is not None, GONE_S, "the controller has ended")
     assert job.exit_code == -9
     assert not job.gone_within(0.0)
     assert len(job.processes()) == 2
@@ -77,7 +69,7 @@ def test_child_that_outlives_a_killed_controller_is_seen(start: Start, tmp_path:
 def test_killing_the_trainer_leaves_the_rest_to_the_controller(start: Start, tmp_path: Path) -> None:
     job = start(tmp_path / "run")
     job.strike(Victim.TRAINER)
-    until(lambda: job.exit_code is not None)
+    until(lambda: job.exit_code is not None, GONE_S, "the controller has ended")
     assert not job.gone_within(0.0)
     assert not job.has_trainer
     [engine] = job.processes()

@@ -277,9 +277,7 @@ def test_puller_that_does_not_read_delays_neither_a_publish_nor_another_puller(w
         server.close()
 
 
-def test_connections_of_one_pull_that_ask_at_once_share_its_lease(
-    server: TcpParameterServer, weights: Weights, here: Path
-) -> None:
+def test_connections_of_one_pull_that_ask_at_once_share_its_lease(server: TcpParameterServer, weights: Weights) -> None:
     publish(server, 1)
     weights.pullers = threading.Barrier(2)
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("torch")
 
 from models import endless_llama, load
-from processes import lives
+from processes import lives, until
 from support import read_events
 
 from staleflow import LLM, Config, EmbeddedEngine, ListTasks, LocalTrainer, Pipeline
@@ -59,13 +59,6 @@ def make_pipeline(model: Path, folder: Path, *, engine_restarts: int = 0) -> Pip
         run_dir=folder / "run",
         progress=False,
     )
-
-
-def until(true: Callable[[], bool], limit_s: float, what: str) -> None:
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, f"not within {limit_s:.0f} s: {what}"
-        time.sleep(0.05)
 
 
 def has_trained(folder: Path) -> bool:
